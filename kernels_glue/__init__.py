@@ -1,0 +1,1 @@
+"""Everything below the node schemas. Nothing in here imports `comfy_api`."""

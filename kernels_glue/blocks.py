@@ -1,0 +1,73 @@
+"""Finds the repeated block lists of a DiT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+# Attribute names under which ComfyUI's DiTs keep their repeated blocks (comfy/ldm/*).
+KNOWN_LISTS = frozenset(
+    {
+        "blocks",  # Wan, MiniMax-H3, Cosmos Predict2, Krea2, Mochi
+        "vace_blocks",  # Wan VACE
+        "double_blocks",  # Flux, Chroma, HunyuanVideo
+        "single_blocks",
+        "transformer_blocks",  # LTX, Qwen-Image
+        "transformer_1d_blocks",  # LTX audio-video connectors
+        "layers",  # Lumina, Z-Image
+        "noise_refiner",
+        "context_refiner",
+        "ref_image_refiner",  # OmniGen2
+        "joint_blocks",  # SD3
+        "double_layers",  # AuraFlow
+        "single_layers",
+        "double_stream_blocks",  # HiDream
+        "single_stream_blocks",
+        "visual_transformer_blocks",  # Kandinsky5
+        "text_transformer_blocks",
+    }
+)
+
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def find_block_lists(diffusion_model: torch.nn.Module) -> tuple[str, ...]:
+    """Returns the dotted names of the repeated block lists, in module order.
+
+    A list is looked for only outside of other lists: what is inside a block belongs to the block.
+    That also keeps UNets (SDXL) out, whose transformer blocks sit inside `input_blocks`. Where no
+    known name is found, lists of two or more same-class blocks count if together they hold more
+    than half of the model's parameters; otherwise the result is empty.
+    """
+    lists = list(_outermost_lists(diffusion_model))
+    known = tuple(name for name, _ in lists if name.rpartition(".")[2] in KNOWN_LISTS)
+    if known:
+        return known
+    candidates = [(name, module) for name, module in lists if len(module) > 1]
+    held = sum(_parameter_count(module) for _, module in candidates)
+    if 2 * held > _parameter_count(diffusion_model):
+        return tuple(name for name, _ in candidates)
+    return ()
+
+
+def _outermost_lists(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.ModuleList]]:
+    for name, child in module.named_children():
+        full = prefix + name
+        if not isinstance(child, torch.nn.ModuleList):
+            yield from _outermost_lists(child, full + ".")
+        elif _holds_blocks(child):
+            yield full, child
+
+
+def _holds_blocks(modules: torch.nn.ModuleList) -> bool:
+    """Same-class children that are made of modules, and are not mere containers of them."""
+    classes = {type(child) for child in modules}
+    if len(classes) != 1:
+        return False
+    cls = next(iter(classes))
+    return not issubclass(cls, _CONTAINERS) and any(True for _ in modules[0].children())
+
+
+def _parameter_count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

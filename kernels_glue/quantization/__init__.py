@@ -1,0 +1,1 @@
+"""Online INT8 ConvRot: config -> survey -> plan -> convert -> rebuild -> patcher, and the report."""

@@ -1,0 +1,129 @@
+"""Builds the model that core would have built from a file with the same INT8 layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import comfy.ops
+import torch
+from comfy.quant_ops import QuantizedTensor
+
+from .convert import Int8Weight
+from .plan import INT8_FORMAT
+from .survey import declared_dtype, linear_modules
+
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+    from comfy.supported_models_base import BASE
+
+
+# Every key that core's file format knows for one quantized layer, the bias excepted.
+QUANTIZED_PARTS = ("weight", "weight_scale", "input_scale", "comfy_quant")
+
+
+def int8_entries(name: str, weight: Int8Weight) -> dict[str, torch.Tensor]:
+    """Returns the state dict entries of one INT8 layer in core's file format (comfy/ops.py)."""
+    conf = {"format": INT8_FORMAT, "convrot": True, "convrot_groupsize": weight.group_size}
+    return {
+        f"{name}.weight": weight.data,
+        f"{name}.weight_scale": weight.scale,
+        f"{name}.comfy_quant": torch.tensor(list(json.dumps(conf).encode()), dtype=torch.uint8),
+    }
+
+
+def build_model(
+    original: BaseModel,
+    compute_dtype: torch.dtype,
+    offload_device: torch.device,
+    state_dict: Mapping[str, torch.Tensor],
+    share: bool,
+) -> BaseModel:
+    """Builds a new BaseModel with the original's configuration and weight dtype around a state dict.
+
+    Args:
+        compute_dtype: what the model computes in; core's own choice may differ from the original's (a
+            bf16 Wan becomes fp16).
+        offload_device: where the model is put.
+        state_dict: keys below the diffusion model; INT8 layers in core's file format.
+        share: take the tensors as they are, as core does with memory-mapped files, instead of copying.
+
+    Raises:
+        RuntimeError: the new model lacks or does not know some of the keys.
+    """
+    config = _copy_config(original.model_config)
+    dtype = original.get_dtype()
+    config.quant_config = {"mixed_ops": True}
+    config.set_inference_dtype(dtype, compute_dtype)
+    config.custom_operations = _operations(
+        comfy.ops.pick_operations(dtype, compute_dtype, model_config=config)
+    )
+    model = config.get_model(state_dict, "")
+    missing, unexpected = model.diffusion_model.load_state_dict(dict(state_dict), strict=False, assign=share)
+    if missing or unexpected:
+        raise RuntimeError(
+            "the rebuilt model does not match the original: "
+            f"missing {sorted(missing)[:5]}, unexpected {sorted(unexpected)[:5]}"
+        )
+    _restore_dtypes(original.diffusion_model, model.diffusion_model, state_dict)
+    if not comfy.model_management.is_device_cpu(offload_device):
+        model.to(offload_device)
+    return model
+
+
+def _copy_config(config: BASE) -> BASE:
+    # copy.copy asks the instance for __reduce_ex__ and friends, which core's __getattr__ answers with None.
+    copy = type(config).__new__(type(config))
+    copy.__dict__.update(config.__dict__)
+    copy.unet_config = dict(config.unet_config)
+    return copy
+
+
+def _operations(core_operations: type) -> type:
+    """Core's operations, with a Linear whose state dict keys can all be read as attributes.
+
+    Core resolves the keys of a state dict by getattr in `get_key_patches`, which model merging and
+    hooks call, and fails on quantized layers: `'Linear' object has no attribute 'weight_scale'`.
+    """
+
+    class Linear(core_operations.Linear):
+        @property
+        def weight_scale(self) -> torch.Tensor:
+            return self._state_entry("weight_scale")
+
+        @property
+        def comfy_quant(self) -> torch.Tensor:
+            return self._state_entry("comfy_quant")
+
+        def _state_entry(self, name: str) -> torch.Tensor:
+            entries: dict[str, Any] = self.state_dict()
+            if name not in entries:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return entries[name]
+
+    return type("KitchenOperations", (core_operations,), {"Linear": Linear})
+
+
+def _restore_dtypes(
+    original: torch.nn.Module, rebuilt: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]
+) -> None:
+    """Puts unquantized linear layers back to the dtype that the original keeps them in.
+
+    Core's mixed precision Linear casts every unquantized weight to the compute dtype: that would
+    round the layers which a model wants in fp32 (MiniMax-H3's patch projections), and double raw fp8.
+    """
+    originals = dict(linear_modules(original))
+    for name, module in linear_modules(rebuilt):
+        if isinstance(module.weight, QuantizedTensor) or isinstance(originals[name].weight, QuantizedTensor):
+            continue
+        for part in ("weight", "bias"):
+            tensor = state_dict.get(f"{name}.{part}")
+            if tensor is None or getattr(module, part).dtype == tensor.dtype:
+                continue
+            setattr(module, part, torch.nn.Parameter(tensor, requires_grad=False))
+        for part in ("weight", "bias"):
+            if getattr(originals[name], part, None) is not None:
+                # What core's dynamic loading casts a parameter to when it faults it in.
+                setattr(module, f"{part}_comfy_model_dtype", declared_dtype(originals[name], part))

@@ -1,0 +1,100 @@
+"""What the quantized model does when it is sampled: shows its text, and refuses LoRA hooks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..errors import KitchenSolError
+from .config import NODE
+from .patch_count import count_patches
+from .patcher import KEY
+from .patterns import MODEL_PREFIX
+from .report import lora_lines
+
+if TYPE_CHECKING:
+    import torch
+    from comfy.model_patcher import ModelPatcher
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SamplingText:
+    """The OUTER_SAMPLE wrapper of a quantized model. Holds names and text, no modules.
+
+    Attributes:
+        report: what the node reported when it ran.
+        int8_layers: names of the INT8 layers below the diffusion model.
+        merged: number of weights into which a LoRA was merged before quantizing.
+        show: puts text on the node.
+    """
+
+    report: str
+    int8_layers: Collection[str]
+    merged: int
+    show: Show
+
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patcher = executor.class_obj.model_patcher
+        self._tell(self._lines(patcher))
+        result = executor(*args, **kwargs)
+        if after := self._lines_after(patcher):
+            self._tell(self._lines(patcher) + after)
+        return result
+
+    def _lines(self, patcher: ModelPatcher) -> list[str]:
+        lines = list(lora_lines(count_patches(patcher.patches, self.int8_layers), self.merged))
+        if patcher.force_cast_weights:
+            lines.append(
+                "WARNING: ModelComputeDtype after this node makes ComfyUI dequantize every INT8 layer;"
+                f" put it before {NODE}"
+            )
+        return lines
+
+    def _lines_after(self, patcher: ModelPatcher) -> list[str]:
+        dequantized = sum(
+            1 for name in self.int8_layers if _is_dequantized(patcher.model.get_submodule(MODEL_PREFIX + name))
+        )
+        if not dequantized:
+            return []
+        return [
+            f"note: {dequantized} INT8 layers with a LoRA did not fit into VRAM; ComfyUI dequantizes these at"
+            " every call"
+        ]
+
+    def _tell(self, lines: list[str]) -> None:
+        for line in lines:
+            logging.log(logging.WARNING if line.startswith("WARNING") else logging.INFO, "%s: %s", NODE, line)
+        self.show("\n".join((self.report, *lines)))
+
+
+def watch(patcher: ModelPatcher, text: SamplingText) -> None:
+    """Installs the text and the refusal on a patcher, in place of those of an earlier application."""
+    patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, text)
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY)
+    patcher.add_callback_with_key(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY, refuse_weight_hooks)
+
+
+def refuse_weight_hooks(patcher: ModelPatcher, *_: Any) -> None:
+    """Stops before core applies a LoRA hook, which it cannot do to quantized weights.
+
+    Raises:
+        KitchenSolError: a hook with weight patches was registered for this model.
+    """
+    if any(patcher.hook_patches.values()):
+        raise KitchenSolError(
+            NODE,
+            "the conditioning carries a LoRA hook, and ComfyUI cannot apply weight hooks to INT8 layers.",
+            "Load that LoRA with a LoRA loader before or after this node, or remove this node.",
+        )
+
+
+def _is_dequantized(module: torch.nn.Module) -> bool:
+    # Core's quantized Linear takes the dequantized path while it has a weight function.
+    return bool(module.weight_function or module.bias_function)
