@@ -24,6 +24,8 @@ KNOWN_LISTS = frozenset(
         "single_layers",
         "double_stream_blocks",  # HiDream
         "single_stream_blocks",
+        "double_stream_layers",  # Boogu
+        "single_stream_layers",
         "visual_transformer_blocks",  # Kandinsky5
         "text_transformer_blocks",
     }
@@ -35,8 +37,9 @@ _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 def find_block_lists(diffusion_model: torch.nn.Module) -> tuple[str, ...]:
     """Returns the dotted names of the repeated block lists, in module order.
 
-    A list is looked for only outside of other lists: what is inside a block belongs to the block.
-    That also keeps UNets (SDXL) out, whose transformer blocks sit inside `input_blocks`. Where no
+    A list is looked for only outside of other lists and sequences: what is inside a block belongs to
+    the block. That also keeps UNets (SDXL) out, whose transformer blocks sit inside the lists
+    `input_blocks` and `output_blocks` and the sequence `middle_block`. Where no
     known name is found, lists of two or more same-class blocks count if together they hold more
     than half of the model's parameters; otherwise the result is empty.
     """
@@ -54,19 +57,22 @@ def find_block_lists(diffusion_model: torch.nn.Module) -> tuple[str, ...]:
 def _outermost_lists(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.ModuleList]]:
     for name, child in module.named_children():
         full = prefix + name
-        if not isinstance(child, torch.nn.ModuleList):
+        if isinstance(child, torch.nn.ModuleList):
+            if _holds_blocks(child):
+                yield full, child
+        elif not isinstance(child, torch.nn.Sequential):
             yield from _outermost_lists(child, full + ".")
-        elif _holds_blocks(child):
-            yield full, child
 
 
 def _holds_blocks(modules: torch.nn.ModuleList) -> bool:
-    """Same-class children that are made of modules, and are not mere containers of them."""
+    """Same-class children that normalise something, and are not mere containers of modules.
+
+    Every transformer block has a norm; a stack of plain MLPs (Chroma's distilled guidance) has none.
+    """
     classes = {type(child) for child in modules}
-    if len(classes) != 1:
+    if len(classes) != 1 or issubclass(classes.pop(), _CONTAINERS):
         return False
-    cls = next(iter(classes))
-    return not issubclass(cls, _CONTAINERS) and any(True for _ in modules[0].children())
+    return any("norm" in type(part).__name__.lower() for part in modules[0].modules())
 
 
 def _parameter_count(module: torch.nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Iterable
@@ -53,7 +54,7 @@ def require_kitchen(node: str) -> ModuleType:
     if layout is None or "convrot_groupsize" not in inspect.signature(layout.quantize).parameters:
         raise KitchenSolError(
             node,
-            f"comfy-kitchen {getattr(kitchen, '__version__', 'of unknown version')} has no INT8 ConvRot.",
+            f"comfy-kitchen {_kitchen_version()} has no INT8 ConvRot.",
             f"Run: {_pip(_INSTALL)} and restart ComfyUI.",
         )
     return kitchen
@@ -123,8 +124,8 @@ def require_int8(node: str, device: torch.device, dtype: torch.dtype, group_size
         if fault := int8_fault(device, dtype, group_size):
             raise KitchenSolError(
                 node,
-                f"comfy_kitchen's INT8 kernels do not work on {_device_name(device)} in {dtype} with group size"
-                f" {group_size}: {fault}.",
+                f"comfy_kitchen's INT8 kernels do not work on {_device_name(device)} in {dtype}"
+                f" with group size {group_size}: {fault}.",
                 f"Update comfy-kitchen ({_pip('install -U comfy-kitchen')}), or remove this node.",
             )
 
@@ -136,6 +137,13 @@ def _device_name(device: torch.device) -> str:
         return str(device)
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (SM {major}.{minor})"
+
+
+def _kitchen_version() -> str:
+    try:
+        return importlib.metadata.version("comfy-kitchen")
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
 
 
 def _kitchen_refusal(node: str, error: Exception) -> KitchenSolError:

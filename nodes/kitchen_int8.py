@@ -46,9 +46,9 @@ class KitchenInt8QuantizeModel(io.ComfyNode):
                     options=list(LAYERS_OPTIONS),
                     default=LAYERS_OPTIONS[0],
                     tooltip=(
-                        "blocks: the linear layers of the transformer blocks. blocks+modulation: the modulation"
-                        " (AdaLN) layers too, which are large in MiniMax-H3. all: the input and output"
-                        " projections too, but no modulation."
+                        "blocks: the linear layers of the transformer blocks. blocks+modulation: the"
+                        " modulation (AdaLN) layers too, which are large in MiniMax-H3. all: the input and"
+                        " output projections too, but no modulation."
                     ),
                 ),
                 io.String.Input(

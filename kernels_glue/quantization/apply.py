@@ -19,12 +19,13 @@ from .config import NODE, QuantizeConfig
 from .convert import Job, quantize_jobs
 from .merge import NOTHING, Merge, without
 from .patch_count import count_patches
-from .patcher import SharedState, attach, refuse_bound_patches
+from .patcher import attach, refuse_bound_patches, root_patcher
 from .plan import Plan, make_plan, nothing_to_quantize
 from .pristine import PristineWeights, taken
 from .rebuild import QUANTIZED_PARTS, build_model, int8_entries
 from .reuse import Conversion, Conversions
 from .sampling import SamplingText, Show, watch
+from .saving import make_savable
 from .survey import survey
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def quantize_model(
     plan = make_plan(survey(source.model.diffusion_model), config)
     if plan.to_quantize:
         conversion = _converted(source, config, plan, node)
-        patcher = attach(source, conversion.state)
+        patcher = attach(source, conversion.root)
         patcher.patches = without(patcher.patches, conversion.merged)
         merged = len(conversion.merged)
         lines = _report(source, conversion)
@@ -65,6 +66,7 @@ def quantize_model(
         lines = [report.headline(plan), *report.remark_lines(_without_effect(plan, config))]
     else:
         raise KitchenSolError(NODE, nothing_to_quantize(plan), "Change layers, group_size or ignored_layers.")
+    make_savable(patcher)
     text = "\n".join(lines)
     watch(patcher, SamplingText(text, frozenset(plan.int8_layers), merged, show))
     lora = report.lora_lines(count_patches(patcher.patches, plan.int8_layers), merged)
@@ -107,13 +109,15 @@ def _convert(source: ModelPatcher, config: QuantizeConfig, plan: Plan) -> Conver
     )
     int8 = quantize_jobs(jobs, device, partial(_between_layers, progress))
     share = source.is_dynamic()
-    state_dict = {key: value for name, weight in int8.items() for key, value in int8_entries(name, weight).items()}
+    state_dict: dict[str, torch.Tensor] = {}
+    for name, weight in int8.items():
+        state_dict.update(int8_entries(name, weight))
     replaced = [f"{name}.{part}" for name in int8 for part in QUANTIZED_PARTS]
     for key, tensor in weights.items(skip=replaced):
         state_dict[key] = taken(merge.rounded(key, tensor), share)
     model = build_model(source.model, dtype, source.offload_device, state_dict, share)
     return Conversion(
-        SharedState(model),
+        root_patcher(source, model),
         plan,
         merge.keys,
         time.perf_counter() - started,
@@ -165,5 +169,3 @@ def _without_effect(plan: Plan, config: QuantizeConfig) -> Iterator[str]:
         value = getattr(config, name)
         if value != getattr(default, name):
             yield f"{name} {value} had no effect: there is no layer left to quantize."
-
-

@@ -25,7 +25,7 @@ class Job:
         name: dotted name below the diffusion model.
         group_size: ConvRot group size; divides K.
         load: returns the weight [N, K] in any floating dtype, on the CPU or on the GPU.
-        dtype: what fp8 weights are upcast to first; comfy_kitchen quantizes fp32, fp16 and bf16.
+        dtype: what the GPU upcasts fp8 weights to first; comfy_kitchen quantizes fp32, fp16 and bf16.
     """
 
     name: str
@@ -87,8 +87,8 @@ def _quantize_on_cpu(job: Job) -> Int8Weight:
     weight = job.load()
     result = _empty_result(weight, job)
     for rows in _row_slices(weight):
-        chunk = _upcast(weight[rows].to("cpu"), job.dtype)
-        data, scale = quantize_rows(chunk, job.group_size)
+        # The reference kernel computes in the dtype of its input: in bf16 that costs 8% more error.
+        data, scale = quantize_rows(weight[rows].to("cpu", torch.float32), job.group_size)
         result.data[rows].copy_(data)
         result.scale[rows].copy_(scale)
     return result

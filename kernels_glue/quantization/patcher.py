@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_patcher
@@ -24,19 +22,6 @@ if TYPE_CHECKING:
 KEY = "kitchen_int8"
 
 
-@dataclass
-class SharedState:
-    """A rebuilt model and the containers that all patchers of one model have in common in core."""
-
-    model: BaseModel
-    backup: dict = field(default_factory=dict)
-    backup_buffers: dict = field(default_factory=dict)
-    object_patches_backup: dict = field(default_factory=dict)
-    pinned: set = field(default_factory=set)
-    hook_backup: dict = field(default_factory=dict)
-    clone_base_uuid: uuid.UUID = field(default_factory=uuid.uuid4)
-
-
 def refuse_bound_patches(source: ModelPatcher) -> None:
     """Refuses a source with patches that hold its own layers.
 
@@ -46,19 +31,29 @@ def refuse_bound_patches(source: ModelPatcher) -> None:
     if bound is not None:
         what, node = bound
         raise KitchenSolError(
-            NODE, f"the input model carries {what}, bound to its unquantized layers.", f"Put this node before {node}."
+            NODE,
+            f"the input model carries {what}, bound to its unquantized layers.",
+            f"Put this node before {node}.",
         )
 
 
-def attach(source: ModelPatcher, state: SharedState) -> ModelPatcher:
-    """Returns a clone of `source` around the rebuilt model that holds no reference to the source's."""
-    containers = (state.backup, state.backup_buffers, state.object_patches_backup, state.pinned)
-    patcher = source.clone(model_override=(state.model, containers))
-    patcher.parent = None
+def root_patcher(source: ModelPatcher, model: BaseModel) -> ModelPatcher:
+    """Returns the patcher from which all patchers of a rebuilt model descend.
+
+    It must live as long as the model is kept for reuse: core hands a loaded model to the parent of its
+    patcher when the patcher goes, and cannot unload a model that is left without any.
+    """
+    return type(source)(model, source.load_device, source.offload_device)
+
+
+def attach(source: ModelPatcher, root: ModelPatcher) -> ModelPatcher:
+    """Returns a clone of `source` around the root's model that holds no reference to the source's."""
+    patcher = source.clone(model_override=root.get_clone_model_override())
+    patcher.parent = root
     patcher.size = 0
     patcher.model_size()
-    patcher.clone_base_uuid = state.clone_base_uuid
-    patcher.hook_backup = state.hook_backup
+    patcher.clone_base_uuid = root.clone_base_uuid
+    patcher.hook_backup = root.hook_backup
     patcher.cached_hook_patches = {}
     patcher.current_hooks = None
     # These are copies of the unquantized model on other devices.
@@ -73,7 +68,7 @@ def attach(source: ModelPatcher, state: SharedState) -> ModelPatcher:
     return patcher
 
 
-def _register_rebuild(_: ModelPatcher, clone: ModelPatcher) -> None:
+def _register_rebuild(_: ModelPatcher, clone: ModelPatcher, *_args: Any) -> None:
     # What core calls to get another copy of the model (without dynamic VRAM for torch.compile, on
     # another device for multigpu). An inherited one would load the unquantized file again.
     clone.cached_patcher_init = (_Rebuild(clone), ())

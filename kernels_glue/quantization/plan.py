@@ -157,6 +157,7 @@ def summary_of_reasons(decisions: Iterable[Decision]) -> Counter[str]:
 
 def nothing_to_quantize(plan: Plan) -> str:
     """The sentence for a model in which the settings leave nothing to do and nothing is INT8."""
-    reasons = "; ".join(f"{count} x {reason}" for reason, count in summary_of_reasons(plan.kept).most_common(4))
+    reasons = "; ".join(
+        f"{count} x {reason}" for reason, count in summary_of_reasons(plan.kept).most_common(4)
+    )
     return f"no linear layer is left to quantize ({reasons or 'the model has no linear layer'})."
-

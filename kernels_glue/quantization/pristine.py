@@ -33,9 +33,7 @@ class PristineWeights:
 
     @classmethod
     def of(cls, patcher: ModelPatcher) -> PristineWeights:
-        return cls(
-            patcher.model, patcher.backup, getattr(patcher, "backup_buffers", {}), patcher.hook_backup
-        )
+        return cls(patcher.model, patcher.backup, getattr(patcher, "backup_buffers", {}), patcher.hook_backup)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns a parameter or buffer by its name below the diffusion model, on whatever device."""

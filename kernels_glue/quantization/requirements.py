@@ -3,56 +3,88 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import pkgutil
+from collections.abc import Iterator
 
 from ..errors import KitchenSolError
 from .config import NODE
 from .plan import INT8_FORMAT
 
+# Everything of ComfyUI that this package uses by name.
+NAMES = (
+    "comfy.float.stochastic_rounding",
+    "comfy.lora.calculate_shape",
+    "comfy.lora.calculate_weight",
+    "comfy.model_base.BaseModel.get_dtype",
+    "comfy.model_base.BaseModel.get_dtype_inference",
+    "comfy.model_management.free_memory",
+    "comfy.model_management.is_device_cpu",
+    "comfy.model_management.module_size",
+    "comfy.model_management.pin_memory",
+    "comfy.model_management.throw_exception_if_processing_interrupted",
+    "comfy.model_management.unpin_memory",
+    "comfy.model_patcher.CoreModelPatcher",
+    "comfy.model_patcher.LazyCastingParam",
+    "comfy.model_patcher.LazyCastingParamPiece",
+    "comfy.model_patcher.LazyCastingQuantizedParam",
+    "comfy.model_patcher.ModelPatcher.add_callback_with_key",
+    "comfy.model_patcher.ModelPatcher.add_wrapper_with_key",
+    "comfy.model_patcher.ModelPatcher.clone",
+    "comfy.model_patcher.ModelPatcher.get_clone_model_override",
+    "comfy.model_patcher.ModelPatcher.get_model_object",
+    "comfy.model_patcher.ModelPatcher.is_dynamic",
+    "comfy.model_patcher.ModelPatcher.model_size",
+    "comfy.model_patcher.ModelPatcher.model_state_dict_for_saving",
+    "comfy.model_patcher.ModelPatcher.remove_additional_models",
+    "comfy.model_patcher.ModelPatcher.remove_callbacks_with_key",
+    "comfy.model_patcher.ModelPatcher.remove_wrappers_with_key",
+    "comfy.ops.CastWeightBiasOp",
+    "comfy.ops.mixed_precision_ops",
+    "comfy.ops.pick_operations",
+    "comfy.patcher_extension.CallbacksMP.ON_CLONE",
+    "comfy.patcher_extension.CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES",
+    "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE",
+    "comfy.quant_ops.QUANT_ALGOS",
+    "comfy.quant_ops.QuantizedTensor",
+    "comfy.supported_models_base.BASE.get_model",
+    "comfy.supported_models_base.BASE.set_inference_dtype",
+    "comfy.utils.ProgressBar",
+    "comfy.utils.get_attr",
+    "comfy.utils.string_to_seed",
+)
+
+# Functions that exist longer than the parameter that is needed.
+PARAMETERS = (
+    ("comfy.model_patcher.ModelPatcher.clone", "model_override"),
+    ("comfy.ops.pick_operations", "model_config"),
+)
+
 
 def require_comfyui() -> None:
     """Refuses, in one sentence, a ComfyUI that lacks something that the node stands on."""
-    missing = [name for name, present in _requirements() if not _holds(present)]
+    # What is missing by name cannot be looked into.
+    missing = list(_missing_names()) or list(_missing_parts())
     if missing:
         raise KitchenSolError(
             NODE, f"this ComfyUI lacks {', '.join(missing)}.", "Update ComfyUI to 0.27 or newer."
         )
 
 
-def _holds(present: Callable[[], bool]) -> bool:
-    try:
-        return present()
-    except (ImportError, AttributeError, KeyError):
-        return False
+def _missing_names() -> Iterator[str]:
+    for name in NAMES:
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            yield name
 
 
-def _requirements() -> Iterable[tuple[str, Callable[[], bool]]]:
-    def parameter(function: Callable, name: str) -> bool:
-        return name in inspect.signature(function).parameters
-
-    def int8_format() -> bool:
-        from comfy.quant_ops import QUANT_ALGOS
-
-        return INT8_FORMAT in QUANT_ALGOS
-
-    def mixed_operations() -> bool:
-        import comfy.ops
-
-        return parameter(comfy.ops.pick_operations, "model_config") and hasattr(
-            comfy.ops.mixed_precision_ops().Linear, "set_weight"
-        )
-
-    def model_override() -> bool:
-        from comfy.model_patcher import ModelPatcher
-
-        return parameter(ModelPatcher.clone, "model_override")
-
-    def callbacks() -> bool:
-        from comfy.patcher_extension import CallbacksMP, WrappersMP
-
-        return all((CallbacksMP.ON_CLONE, CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, WrappersMP.OUTER_SAMPLE))
-
-    yield f"the weight format {INT8_FORMAT} (comfy.quant_ops.QUANT_ALGOS)", int8_format
-    yield "mixed precision layers (comfy.ops.mixed_precision_ops)", mixed_operations
-    yield "ModelPatcher.clone(model_override=...)", model_override
-    yield "the callbacks and wrappers of comfy.patcher_extension", callbacks
+def _missing_parts() -> Iterator[str]:
+    for name, parameter in PARAMETERS:
+        if parameter not in inspect.signature(pkgutil.resolve_name(name)).parameters:
+            yield f"{name}({parameter}=...)"
+    if INT8_FORMAT not in pkgutil.resolve_name("comfy.quant_ops.QUANT_ALGOS"):
+        yield f"the weight format {INT8_FORMAT} (comfy.quant_ops.QUANT_ALGOS)"
+    linear = pkgutil.resolve_name("comfy.ops.mixed_precision_ops")().Linear
+    for method in ("convert_weight", "set_weight"):
+        if not hasattr(linear, method):
+            yield f"comfy.ops.mixed_precision_ops().Linear.{method}"

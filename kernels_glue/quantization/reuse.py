@@ -7,11 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .patcher import SharedState
 from .plan import Plan
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
+    from comfy.model_patcher import ModelPatcher
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Conversion:
     """A finished conversion of one model.
 
     Attributes:
-        state: the rebuilt model and what its patchers share.
+        root: holds the rebuilt model and what its patchers share.
         plan: what was decided.
         merged: keys of the weight patches that were merged (`lora: bake`).
         seconds: how long the conversion took.
@@ -27,7 +27,7 @@ class Conversion:
         device: where the weights were quantized.
     """
 
-    state: SharedState
+    root: ModelPatcher
     plan: Plan
     merged: frozenset[str]
     seconds: float
@@ -55,5 +55,3 @@ class Conversions:
     def keep(self, source: BaseModel, node: Hashable, settings: Hashable, conversion: Conversion) -> None:
         """Remembers a conversion in place of the node's previous one."""
         self._by_source.setdefault(source, {})[node] = (settings, conversion)
-
-

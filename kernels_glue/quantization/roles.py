@@ -20,8 +20,10 @@ class Role(Enum):
 _EMBEDDER = re.compile(
     r"""(^|\.)(
         t(ime)?(step)?_?(embed\w*|in|embedder)   # t_embedder, time_embedding(s), time_embedder, time_in
+      | time_r_in | tmlp                         # HunyuanVideo 1.5 (mean flow), Krea2
       | timestep\w*                              # timestep_embedder
       | [yp]_embedder | label\w* | pooled\w*     # SD3, HiDream, Kandinsky5
+      | (csize|ar)_embedder                      # PixArt: size and aspect ratio of the image
       | vector_in | guidance_in                  # Flux, HunyuanVideo
     )(\.|$)""",
     re.VERBOSE | re.IGNORECASE,
@@ -32,7 +34,7 @@ _MODULATION = re.compile(
       | \w*modulation\w*                         # Flux single blocks, Kandinsky5, Cosmos
       | (\w+_)?mod([A-Z_]\w*)?                   # img_mod, txt_mod, mod_x (Mochi), modC (AuraFlow)
       | \w*scale_shift\w*
-      | time_projection | t_block                # Wan, PixArt/ACE: one projection for all blocks
+      | time_projection | t_block | tproj        # Wan, PixArt/ACE, Krea2: one projection for all blocks
       | distilled_guidance_layer                 # Chroma: computes every block's modulation
     )(\.|$)""",
     re.VERBOSE,

@@ -57,9 +57,8 @@ class SamplingText:
         return lines
 
     def _lines_after(self, patcher: ModelPatcher) -> list[str]:
-        dequantized = sum(
-            1 for name in self.int8_layers if _is_dequantized(patcher.model.get_submodule(MODEL_PREFIX + name))
-        )
+        layers = (patcher.model.get_submodule(MODEL_PREFIX + name) for name in self.int8_layers)
+        dequantized = sum(map(_is_dequantized, layers))
         if not dequantized:
             return []
         return [

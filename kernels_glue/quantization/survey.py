@@ -90,7 +90,7 @@ def _refuse_foreign_weight(name: str, weight: torch.Tensor) -> None:
         return
     raise KitchenSolError(
         NODE,
-        f"the weight of {name} is a {type(weight).__name__} of {weight.dtype}; the model was loaded by a loader"
-        " with a weight format of its own (GGUF, nunchaku, bitsandbytes).",
+        f"the weight of {name} is a {type(weight).__name__} of {weight.dtype}; the model was loaded by a"
+        " loader with a weight format of its own (GGUF, nunchaku, bitsandbytes).",
         "Load a bf16, fp16 or fp8 safetensors file with Load Diffusion Model instead.",
     )

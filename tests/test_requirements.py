@@ -1,0 +1,163 @@
+"""An older ComfyUI: where something that the pack needs is missing, the pack still loads and its node
+stops with one sentence that names it.
+
+Each needed thing is removed from the real modules in turn.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from comfyui import inprocess
+
+pytestmark = pytest.mark.core
+
+requirements = inprocess.pack_module("kernels_glue.quantization.requirements")
+KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
+GLUE = Path(inprocess.load_pack().__file__).parent / "kernels_glue"
+
+# What the code calls its variables that hold a ModelPatcher.
+PATCHERS = ("source", "patcher", "clone", "root", "quantized")
+HEAD, TAIL = "Kitchen INT8 Quantize Model: this ComfyUI lacks ", ". Update ComfyUI to 0.27 or newer."
+
+
+def refusal(comfy: ModuleType) -> str:
+    """What the node says is lacking; it is run without a model, which it must not get to.
+
+    Without ComfyUI's executor, which uses some of the removed parts itself.
+    """
+    node = comfy.pack_nodes()["KitchenInt8QuantizeModel"]
+    with pytest.raises(KitchenSolError) as caught:
+        node.execute(
+            model=None, group_size="auto", layers="blocks", ignored_layers="", lora="keep", device="auto"
+        )
+    message = str(caught.value)
+    assert message.startswith(HEAD) and message.endswith(TAIL), message
+    return message.removeprefix(HEAD).removesuffix(TAIL)
+
+
+def test_this_comfyui_has_everything() -> None:
+    requirements.require_comfyui()
+
+
+@pytest.mark.parametrize("name", requirements.NAMES)
+def test_a_missing_name_is_named(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    owner, _, attribute = name.rpartition(".")
+    # A class may inherit what it is asked for.
+    for cls in getattr(pkgutil.resolve_name(owner), "__mro__", [pkgutil.resolve_name(owner)]):
+        if attribute in vars(cls):
+            monkeypatch.delattr(cls, attribute)
+    assert refusal(comfy) == name
+
+
+@pytest.mark.parametrize(("name", "parameter"), requirements.PARAMETERS)
+def test_a_missing_parameter_is_named(
+    comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, parameter: str
+) -> None:
+    owner, _, attribute = name.rpartition(".")
+    monkeypatch.setattr(
+        pkgutil.resolve_name(owner), attribute, without(pkgutil.resolve_name(name), parameter)
+    )
+    assert refusal(comfy) == f"{name}({parameter}=...)"
+
+
+def test_a_missing_weight_format_is_named(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(pkgutil.resolve_name("comfy.quant_ops.QUANT_ALGOS"), "int8_tensorwise")
+    assert refusal(comfy) == "the weight format int8_tensorwise (comfy.quant_ops.QUANT_ALGOS)"
+
+
+@pytest.mark.parametrize("method", ["set_weight", "convert_weight"])
+def test_quantized_layers_that_would_drop_a_lora_are_named(
+    comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    ops = importlib.import_module("comfy.ops")
+    real = ops.mixed_precision_ops
+
+    def lacking(*args: Any, **kwargs: Any) -> type:
+        operations = real(*args, **kwargs)  # makes its classes anew on each call
+        delattr(operations.Linear, method)
+        return operations
+
+    monkeypatch.setattr(ops, "mixed_precision_ops", lacking)
+    assert refusal(comfy) == f"comfy.ops.mixed_precision_ops().Linear.{method}"
+
+
+@pytest.mark.parametrize("module", ["comfy.quant_ops", "comfy.patcher_extension", "comfy.float"])
+def test_a_missing_module_is_named_with_all_that_is_needed_of_it(
+    comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    parent, _, leaf = module.rpartition(".")
+    comfy.pack_nodes()
+    monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
+    monkeypatch.delattr(importlib.import_module(parent), leaf)
+    expected = [name for name in requirements.NAMES if name.startswith(module + ".")]
+    assert expected and refusal(comfy) == ", ".join(expected)
+
+
+def test_the_pack_loads_without_any_of_it(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in requirements.NAMES:
+        owner, _, attribute = name.rpartition(".")
+        monkeypatch.delattr(pkgutil.resolve_name(owner), attribute, raising=False)
+    package = "kitchen_sol_on_an_old_comfyui"
+    try:
+        node = inprocess.pack_nodes(package)["KitchenInt8QuantizeModel"]
+        assert node.GET_NODE_INFO_V1()["display_name"] == "Kitchen INT8 Quantize Model"
+    finally:
+        for loaded in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[loaded]
+
+
+def test_everything_that_the_code_uses_by_name_is_required() -> None:
+    """So that a new use cannot be forgotten in the list."""
+    used = {name for path in GLUE.rglob("*.py") for name in uses_of_comfy(path)}
+    for name in ("ops.pick_operations", "quant_ops.QuantizedTensor", "model_patcher.ModelPatcher.clone"):
+        assert f"comfy.{name}" in used
+    missing = {
+        name for name in used if not any(f"{known}.".startswith(f"{name}.") for known in requirements.NAMES)
+    }
+    assert missing == set()
+
+
+def uses_of_comfy(path: Path) -> Iterator[str]:
+    """Dotted names of what a file takes from ComfyUI when it runs."""
+    patcher_class = importlib.import_module("comfy.model_patcher").ModelPatcher
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    only_typing = {
+        node
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if node in only_typing:
+            continue
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module.startswith("comfy."):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            owner, _, attribute = name.rpartition(".")
+            if name.startswith("comfy.") and name.count(".") == 2 and "(" not in name:
+                yield name
+            elif owner in PATCHERS and callable(getattr(patcher_class, attribute, None)):
+                yield f"comfy.model_patcher.ModelPatcher.{attribute}"
+
+
+def without(function: Callable, parameter: str) -> Callable:
+    """A function with the signature of `function` before it had the parameter."""
+
+    def older(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    kept = [p for p in signature.parameters.values() if p.name != parameter]
+    older.__signature__ = signature.replace(parameters=kept)
+    return older
