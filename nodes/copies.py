@@ -8,7 +8,7 @@ from pathlib import Path
 import folder_paths
 
 _PACK = Path(__file__).resolve().parent.parent
-_PROJECT_LINE = 'name = "comfyui-kitchen-sol"'
+_PROJECT_LINE = 'name = "kitchen-sol"'
 _LOGGER = logging.getLogger("ComfyUI-Kitchen-Sol")
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+# The frontend draws the text as HTML on its canvas nodes and as Markdown on "Nodes 2.0" nodes.
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", "*": "&#42;", "`": "&#96;"})
+
 
 def text_on(node_id: str | None) -> Callable[[str], None]:
-    """Returns a function that shows text on the node, replacing what stood there.
+    """Returns a function that shows plain text on the node, replacing what stood there.
 
     Without a running server (a script that imports the node) the function does nothing.
     """
@@ -16,6 +19,16 @@ def text_on(node_id: str | None) -> Callable[[str], None]:
 
         server = getattr(PromptServer, "instance", None)
         if server is not None and node_id is not None:
-            server.send_progress_text(text, node_id)
+            server.send_progress_text(markup(text), node_id)
 
     return show
+
+
+def markup(text: str) -> str:
+    """Returns what both HTML and Markdown display as the lines and characters of a plain text.
+
+    Two spaces at its end keep a line from being joined with the next in Markdown, where a list would also
+    take in the lines behind it.
+    """
+    lines = text.translate(_ESCAPES).split("\n")
+    return "  \n".join(f"• {line[2:]}" if line.startswith("- ") else line for line in lines)

@@ -1,9 +1,10 @@
-"""What several test files need to look at INT8 layers: the node, fp64 references, a kernel spy."""
+"""What several test files need to look into INT8 layers: fp64 references and a spy on the kernels."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -12,34 +13,26 @@ from typing import Any
 
 import torch
 
-SETTINGS = {"group_size": "auto", "layers": "blocks", "ignored_layers": "", "lora": "keep", "device": "auto"}
 
-
-def quantize(comfy: ModuleType, model: Any, **settings: str) -> Any:
-    """Runs the node; returns (model, report). Settings that are left out have the node's defaults."""
-    node = comfy.pack_nodes()["KitchenInt8QuantizeModel"]
-    return comfy.run_node(node, model=model, **{**SETTINGS, **settings})
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative L2 distance of a from b."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+def load(comfy: ModuleType, path: Any, **options: Any) -> Any:
+    """load_unet as the UNETLoader node runs it: core's quantized layers need inference mode."""
+    with torch.inference_mode():
+        return comfy.load_unet(path, **options)
 
 
 def int8_modules(model: Any) -> dict[str, torch.nn.Module]:
     """Name below the diffusion model -> each linear layer of a patcher whose weight is INT8."""
     found = {}
     for name, module in model.model.diffusion_model.named_modules():
-        stored = getattr(getattr(module, "weight", None), "_qdata", None)
-        if stored is not None and stored.dtype is torch.int8:
+        layout = getattr(getattr(module, "weight", None), "_layout_cls", None)
+        if layout == "TensorWiseINT8Layout":
             found[name] = module
     return found
 
 
-def report_of(report: str, begins: str) -> str:
-    """The line of a report that begins with `begins`; fails where there is none or several."""
-    [line] = [line for line in report.splitlines() if line.startswith(begins)]
-    return line
+def quant_key(**conf: Any) -> torch.Tensor:
+    """The `comfy_quant` entry of one layer: JSON as bytes (comfy/ops.py)."""
+    return torch.tensor(list(json.dumps(conf).encode()), dtype=torch.uint8)
 
 
 # --- fp64 references, written from the paper and not from comfy_kitchen ----------------------------
@@ -103,8 +96,10 @@ class Kernels:
 
 
 @contextlib.contextmanager
-def watched(model: Any) -> Iterator[Kernels]:
+def watched(model: Any, *, plain: bool = True) -> Iterator[Kernels]:
     """Counts what the resident INT8 layers of `model` run; everything still runs as it is.
+
+    plain: also count evaluations and plain linear layers, which torch.compile would trip over.
 
     The implementations are wrapped where comfy_kitchen's registry finds them, which is where
     `torch.ops.comfy_kitchen.int8_linear` and `comfy_kitchen.int8_linear` both end.
@@ -132,9 +127,10 @@ def watched(model: Any) -> Iterator[Kernels]:
                     original = getattr(backend, name)
                     undo.callback(setattr, backend, name, original)
                     setattr(backend, name, wrap(name, original))
-        hook = model.model.diffusion_model.register_forward_pre_hook(lambda *_: _count_evaluation(seen))
-        undo.callback(hook.remove)
-        undo.enter_context(_PlainLinear(seen))
+        if plain:
+            hook = model.model.diffusion_model.register_forward_pre_hook(lambda *_: _count_evaluation(seen))
+            undo.callback(hook.remove)
+            undo.enter_context(_PlainLinear(seen))
         yield seen
 
 

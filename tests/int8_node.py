@@ -12,10 +12,14 @@ import torch
 if TYPE_CHECKING:
     from comfyui.builders import TinyModel
     from comfyui.lora import LoraFactors
+    from pytest import MonkeyPatch
 
 NODE_ID = "KitchenInt8QuantizeModel"
 DEFAULTS = {"group_size": "auto", "layers": "blocks", "ignored_layers": "", "lora": "keep", "device": "auto"}
 DITS = ("wan", "h3", "flux")
+
+# The one operation by which comfy_kitchen makes ConvRot weights, found by core and the pack in its registry.
+QUANTIZE_OP = "quantize_int8_convrot_weight"
 
 # Linear layers that the node quantizes by default: two sets without a common layer, for two LoRA.
 LORA_A = {
@@ -65,7 +69,10 @@ def static(patcher: Any) -> Any:
 
 
 def merged_file(
-    path: Path, model: TinyModel, loras: list[tuple[LoraFactors, float]], extra: Mapping[str, torch.Tensor] = {}
+    path: Path,
+    model: TinyModel,
+    loras: list[tuple[LoraFactors, float]],
+    extra: Mapping[str, torch.Tensor] = {},
 ) -> Path:
     """Write an fp32 copy of a model's file with W + sum(strength * alpha / rank * up @ down), in fp64.
 
@@ -85,14 +92,37 @@ def merged_file(
 
 
 def load_some(comfy: ModuleType, patcher: Any, layers: Iterable[str]) -> None:
-    """Load a patcher in part, so that of the named layers some are resident and some are not."""
+    """Keep a patcher partly loaded, so that during sampling some of the named layers are offloaded."""
+    from comfy.model_management import load_models_gpu
+
     modules = [patcher.model.diffusion_model.get_submodule(name) for name in layers]
     too_little, too_much = 0, 2 * patcher.model_size()
     while too_little + 1 < too_much:
         budget = (too_little + too_much) // 2
         comfy.load_partially(patcher, budget)
+        # What a sampler does: core fills up the memory, then load_partially's callback takes it back.
+        load_models_gpu([patcher])
+        patcher.pre_run()
         offloaded = {bool(module.weight_function) for module in modules}
         if offloaded == {True, False}:
             return
         too_little, too_much = (budget, too_much) if offloaded == {True} else (too_little, budget)
     raise AssertionError("no budget splits these layers")
+
+
+def on_quantize(monkeypatch: MonkeyPatch, act: Callable[[], None]) -> None:
+    """Call `act` before comfy_kitchen quantizes a weight for the node; the work is still done by it."""
+    from comfy_kitchen.registry import registry
+
+    def observed(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, stochastic_rounding: int = 0, **kwargs: Any) -> Any:
+            # Core rounds with a seed when it bakes a LoRA into a resident layer; the node never does.
+            if not stochastic_rounding:
+                act()
+            return real(*args, stochastic_rounding=stochastic_rounding, **kwargs)
+
+        return call
+
+    for backend in registry._backends.values():
+        if hasattr(backend, QUANTIZE_OP):
+            monkeypatch.setattr(backend, QUANTIZE_OP, observed(getattr(backend, QUANTIZE_OP)))

@@ -128,8 +128,8 @@ def test_other_packs_are_no_copies(
 ) -> None:
     install(tmp_path, "sol")
     projects = {
-        "fork": b'[project]\nname = "comfyui-kitchen-sol-extras"\n',
-        "depends": b'[project]\nname = "x"\ndependencies = ["comfyui-kitchen-sol"]\n',
+        "fork": b'[project]\nname = "kitchen-sol-extras"\n',
+        "depends": b'[project]\nname = "x"\ndependencies = ["kitchen-sol"]\n',
         "binary": b"\xff\xfe\x00name",
     }
     for folder, content in projects.items():

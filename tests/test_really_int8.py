@@ -18,6 +18,7 @@ import pytest
 import torch
 from comfyui import builders
 from comfyui.builders import TinyModel
+from int8_node import difference, quantize
 
 MakeTiny = Callable[..., TinyModel]
 DITS = ("wan", "h3", "flux")
@@ -66,7 +67,7 @@ def test_each_layer_runs_int8_linear_once_an_evaluation_and_nothing_dequantizes(
 ) -> None:
     tiny_model = tiny(family)
     source = comfy.build_unet(tiny_model.path, torch.bfloat16)
-    model, report = checks.quantize(comfy, source, layers=scope)
+    model, report = quantize(comfy, source, layers=scope)
     count = QUANTIZED[family, scope]
     assert report.startswith(f"quantized {count} of {ALL_LINEARS[family]} layers\n")
     assert len(checks.int8_modules(model)) == count
@@ -91,7 +92,7 @@ def test_one_layer_is_within_1_5_percent_of_the_unquantized_layer(
     comfy: ModuleType, tiny: MakeTiny, family: str, dtype: torch.dtype
 ) -> None:
     source = comfy.build_unet(tiny(family).path, torch.bfloat16, dtype)
-    model = checks.quantize(comfy, source)[0]
+    model = quantize(comfy, source)[0]
     generator = torch.Generator().manual_seed(5)
     layers = list(checks.int8_modules(model).items())[-12:]  # a whole block of every kind
     with torch.inference_mode():
@@ -100,7 +101,7 @@ def test_one_layer_is_within_1_5_percent_of_the_unquantized_layer(
             x = torch.randn((40, original.in_features), generator=generator).to(dtype)
             result, expected = module(x), original(x)
             assert result.dtype is dtype
-            assert 0.005 < checks.difference(result, expected) < 0.015, name
+            assert 0.005 < difference(result, expected) < 0.015, name
 
 
 # Relative error of y = x W^T at K = 5376 (MiniMax-H3's width) for x with and without outlier channels
@@ -149,10 +150,10 @@ def test_error_of_each_group_size_with_and_without_outliers(
     )
     layer = QuantizedTensor(data, "TensorWiseINT8Layout", params)
     result = torch.nn.functional.linear(x, layer)
-    assert checks.difference(result, expected) < 1e-3
-    error = checks.difference(result, exact)
+    assert difference(result, expected) < 1e-3
+    error = difference(result, exact)
     print(f"group {group_size:3}, outliers {outliers!s:5}: relative error {error:.4f}")
-    assert error == pytest.approx(checks.difference(expected, exact), rel=0.02)
+    assert error == pytest.approx(difference(expected, exact), rel=0.02)
     assert error == pytest.approx(TABLE[group_size, outliers], rel=0.1)
 
 

@@ -147,7 +147,7 @@ def uses_of_comfy(path: Path) -> Iterator[str]:
             owner, _, attribute = name.rpartition(".")
             if name.startswith("comfy.") and name.count(".") == 2 and "(" not in name:
                 yield name
-            elif owner in PATCHERS and callable(getattr(patcher_class, attribute, None)):
+            elif owner in PATCHERS and attribute in vars(patcher_class):
                 yield f"comfy.model_patcher.ModelPatcher.{attribute}"
 
 

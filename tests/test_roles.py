@@ -299,6 +299,9 @@ def test_sdxl_has_no_block_list() -> None:
     model = meta_models.build("sdxl")
     assert any(name.startswith("middle_block.1.transformer_blocks.9.") for name in linear_names(model))
     assert blocks.find_block_lists(model) == ()
+    survey = inprocess.pack_module("kernels_glue.quantization.survey").survey
+    with pytest.raises(ValueError, match="UNetModel has no repeated transformer block list"):
+        survey(model)
 
 
 class Block(torch.nn.Module):

@@ -67,10 +67,9 @@ def quantize_model(
     else:
         raise KitchenSolError(NODE, nothing_to_quantize(plan), "Change layers, group_size or ignored_layers.")
     make_savable(patcher)
-    text = "\n".join(lines)
-    watch(patcher, SamplingText(text, frozenset(plan.int8_layers), merged, show))
+    watch(patcher, SamplingText(tuple(lines), frozenset(plan.int8_layers), merged, show))
     lora = report.lora_lines(count_patches(patcher.patches, plan.int8_layers), merged)
-    return patcher, "\n".join((text, *lora))
+    return patcher, report.assemble(lines, lora)
 
 
 def _converted(source: ModelPatcher, config: QuantizeConfig, plan: Plan, node: Hashable) -> Conversion:

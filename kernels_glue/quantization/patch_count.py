@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from .patterns import MODEL_PREFIX
 
+_DERIVED_PARTS = ("weight_scale", "comfy_quant")
+
 
 @dataclass(frozen=True)
 class PatchCount:
@@ -23,10 +25,15 @@ class PatchCount:
 def count_patches(patches: Mapping[str, Sized], int8_layers: Collection[str]) -> PatchCount:
     """Counts the entries of `ModelPatcher.patches`; several LoRA on one layer count each.
 
+    Merging two INT8 models makes core add patches for their scales too, which it never applies: a layer
+    is requantized from its merged weight. They do not count.
+
     Args:
         patches: key of a parameter -> its patches.
         int8_layers: names of the INT8 layers below the diffusion model.
     """
     int8_keys = {f"{MODEL_PREFIX}{name}.{part}" for name in int8_layers for part in ("weight", "bias")}
+    never_applied = {f"{MODEL_PREFIX}{name}.{part}" for name in int8_layers for part in _DERIVED_PARTS}
     on_int8 = sum(len(entries) for key, entries in patches.items() if key in int8_keys)
-    return PatchCount(on_int8, sum(map(len, patches.values())) - on_int8)
+    total = sum(len(entries) for key, entries in patches.items() if key not in never_applied)
+    return PatchCount(on_int8, total - on_int8)

@@ -62,10 +62,15 @@ def attach(source: ModelPatcher, root: ModelPatcher) -> ModelPatcher:
     # use quantized kernels while it is told to cast.
     patcher.object_patches.pop("manual_cast_dtype", None)
     patcher.force_cast_weights = False
+    _make_copyable(patcher)
+    return patcher
+
+
+def _make_copyable(patcher: ModelPatcher) -> None:
+    """Lets core make further copies of the model that a patcher, or a clone of it, holds."""
     patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _register_rebuild)
-    _register_rebuild(source, patcher)
-    return patcher
+    _register_rebuild(patcher, patcher)
 
 
 def _register_rebuild(_: ModelPatcher, clone: ModelPatcher, *_args: Any) -> None:
@@ -97,7 +102,9 @@ class _Rebuild:
         state_dict = {key: taken(tensor, share) for key, tensor in weights.items()}
         offload_device = self._devices[1]
         rebuilt = build_model(model, model.get_dtype_inference(), offload_device, state_dict, share)
-        return patcher_class(rebuilt, *self._devices)
+        patcher = patcher_class(rebuilt, *self._devices)
+        _make_copyable(patcher)
+        return patcher
 
 
 def _bound_patches(source: ModelPatcher) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,12 @@ def headline(plan: Plan) -> str:
     return f"quantized {done} of {total} layers" + (f" ({already} were already INT8)" if already else "")
 
 
+def assemble(lines: Sequence[str], state: Iterable[str]) -> str:
+    """Puts what may change from run to run (the LoRA) right under the headline: a node shows few lines."""
+    headline, *details = lines
+    return "\n".join((headline, *state, *details))
+
+
 def weight_lines(plan: Plan, before: int, after: int, seconds: float, device: str) -> Iterable[str]:
     """Sizes of the whole diffusion model in bytes, group sizes, and the time of the conversion."""
     yield f"weights {size(before)} -> {size(after)}"

@@ -1,4 +1,4 @@
-"""What the quantized model does when it is sampled: shows its text, and refuses LoRA hooks."""
+"""What the quantized model does when it is sampled: shows its text, and refuses what core would get wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import NODE
 from .patch_count import count_patches
 from .patcher import KEY
 from .patterns import MODEL_PREFIX
-from .report import lora_lines
+from .report import assemble, lora_lines
 
 if TYPE_CHECKING:
     import torch
@@ -28,19 +28,20 @@ class SamplingText:
     """The OUTER_SAMPLE wrapper of a quantized model. Holds names and text, no modules.
 
     Attributes:
-        report: what the node reported when it ran.
+        report: what the node reported when it ran, line by line.
         int8_layers: names of the INT8 layers below the diffusion model.
         merged: number of weights into which a LoRA was merged before quantizing.
         show: puts text on the node.
     """
 
-    report: str
+    report: tuple[str, ...]
     int8_layers: Collection[str]
     merged: int
     show: Show
 
     def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         patcher = executor.class_obj.model_patcher
+        refuse_bypass_lora(patcher)
         self._tell(self._lines(patcher))
         result = executor(*args, **kwargs)
         if after := self._lines_after(patcher):
@@ -69,7 +70,7 @@ class SamplingText:
     def _tell(self, lines: list[str]) -> None:
         for line in lines:
             logging.log(logging.WARNING if line.startswith("WARNING") else logging.INFO, "%s: %s", NODE, line)
-        self.show("\n".join((self.report, *lines)))
+        self.show(assemble(self.report, lines))
 
 
 def watch(patcher: ModelPatcher, text: SamplingText) -> None:
@@ -91,6 +92,24 @@ def refuse_weight_hooks(patcher: ModelPatcher, *_: Any) -> None:
             NODE,
             "the conditioning carries a LoRA hook, and ComfyUI cannot apply weight hooks to INT8 layers.",
             "Load that LoRA with a LoRA loader before or after this node, or remove this node.",
+        )
+
+
+def refuse_bypass_lora(patcher: ModelPatcher) -> None:
+    """Stops before core samples with a LoRA in bypass mode, which some INT8 layers would not run.
+
+    Bypass mode replaces a layer's `forward`; core's fused activation (`comfy.ops.linear_input_act`, in
+    MiniMax-H3's mlp.fc2 and others) reads an INT8 weight past it, so that part of the LoRA would be lost
+    without a word.
+
+    Raises:
+        KitchenSolError: a LoRA in bypass mode was loaded after the node.
+    """
+    if "bypass_lora" in patcher.injections:
+        raise KitchenSolError(
+            NODE,
+            "a LoRA in bypass mode comes after this node, and ComfyUI does not run it on every INT8 layer.",
+            "Use a LoRA loader without bypass mode, before or after this node.",
         )
 
 

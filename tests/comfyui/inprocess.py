@@ -7,11 +7,12 @@ simulates a part of ComfyUI: there is no server, so PromptServer.instance does n
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,23 @@ def pack_nodes(name: str = PACK_NAME) -> dict[str, type]:
 # --- models -------------------------------------------------------------------------------------
 
 
+def _as_in_a_node(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a function in inference mode, in which ComfyUI's executor runs every node.
+
+    Quantized tensors made in inference mode cannot be moved outside of it, nor the other way round.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_as_in_a_node
 def load_unet(path: Path | str, **model_options: Any) -> Any:
     """ModelPatcher from comfy.sd.load_diffusion_model, as UNETLoader returns it."""
     import comfy.sd
@@ -96,6 +114,7 @@ def load_unet(path: Path | str, **model_options: Any) -> Any:
     return comfy.sd.load_diffusion_model(str(path), model_options=model_options)
 
 
+@_as_in_a_node
 def build_unet(
     path: Path | str,
     dtype: torch.dtype,
@@ -134,6 +153,7 @@ def build_unet(
     return patcher
 
 
+@_as_in_a_node
 def apply_lora(model: Any, lora_path: Path | str, strength: float) -> Any:
     """A clone of `model` with the LoRA added, by the steps of LoraLoaderModelOnly."""
     import comfy.sd
@@ -145,6 +165,7 @@ def apply_lora(model: Any, lora_path: Path | str, strength: float) -> Any:
     return comfy.sd.load_lora_for_models(model, None, lora, strength, 0, lora_metadata=metadata)[0]
 
 
+@_as_in_a_node
 def load_partially(patcher: Any, resident_bytes: int) -> int:
     """Load `patcher` with at most about `resident_bytes` of weights resident, and keep it so.
 

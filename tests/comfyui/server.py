@@ -104,7 +104,7 @@ class ComfyServer(ComfyClient):
             *self.arguments,
         ]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", **self.env}
-        environment.pop("PYTHONPATH", None)  # it may hold the pack's root, whose `nodes` hides ComfyUI's
+        environment["PYTHONPATH"] = _without_pack_root(environment.get("PYTHONPATH", ""))
         atexit.register(self.stop)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -213,6 +213,12 @@ def _place(source: Path, folder: Path) -> str:
     except OSError:
         shutil.copy2(source, target)
     return target.name
+
+
+def _without_pack_root(search_path: str) -> str:
+    # The pack's `nodes` would hide ComfyUI's; anything else there (another comfy-kitchen) is wanted.
+    entries = filter(None, search_path.split(os.pathsep))
+    return os.pathsep.join(entry for entry in entries if Path(entry).resolve() != PACK_ROOT)
 
 
 def _free_port() -> int:

@@ -1,0 +1,299 @@
+"""The workflows that the pack ships, and frozen ones as users have saved them, keep working.
+
+Proves for each file that ComfyUI has its nodes, that every value and link fits, that it still means what
+its API form records, and that it runs on a real server. The API forms are exports of the ComfyUI frontend
+(File > Export (API)). Files in workflows/ and in tests/workflows/ are found by themselves; those in
+tests/workflows/ are never changed: they stand for what users have on their disks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import ui_workflow
+from comfyui import builders, graphs
+from comfyui.server import ComfyServer
+from comfyui.startup import PACK_ROOT
+
+SHIPPED = sorted((PACK_ROOT / "workflows").glob("*.json"))
+FROZEN = sorted((Path(__file__).parent / "workflows").glob("*.json"))
+INT8 = "KitchenInt8QuantizeModel"
+
+# Of the two blocks of the tiny Wan model with 10 linear layers each, and 6 layers outside of them.
+QUANTIZED = {
+    "workflows/kitchen_int8_wan": (20, 26),
+    "tests/workflows/kitchen_int8_wan": (20, 26),
+    # blocks+modulation adds time_projection; blocks.0 and *.ffn.2 are ignored: 1 + 10 - 1.
+    "tests/workflows/kitchen_int8_wan_nothing_default": (10, 26),
+}
+
+MakeTiny = Callable[..., builders.TinyModel]
+Info = dict[str, dict[str, Any]]
+
+
+def label(path: Path) -> str:
+    return path.relative_to(PACK_ROOT).with_suffix("").as_posix()
+
+
+every_workflow = pytest.mark.parametrize("path", [*SHIPPED, *FROZEN], ids=label)
+every_shipped_workflow = pytest.mark.parametrize("path", SHIPPED, ids=label)
+
+
+@pytest.fixture(scope="module")
+def info(server: ComfyServer) -> Info:
+    """ComfyUI's description of every node it has."""
+    return server.get("/object_info")
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def recorded_api(path: Path) -> graphs.Graph:
+    """The API form that stands beside a workflow, without the titles in it."""
+    nodes = read(path.parent / "api" / path.name)
+    return {key: {k: node[k] for k in ("class_type", "inputs")} for key, node in nodes.items()}
+
+
+# --- the files ----------------------------------------------------------------------------------
+
+
+def test_workflows_are_found() -> None:
+    assert SHIPPED and FROZEN
+
+
+@every_workflow
+def test_every_node_is_known(path: Path, info: Info) -> None:
+    workflow = read(path)
+    assert workflow["version"] == 0.4
+    assert {node["type"] for node in ui_workflow.active_nodes(workflow)} <= set(info)
+    for node in ui_workflow.active_nodes(workflow):
+        assert node["properties"]["Node name for S&R"] == node["type"]
+
+
+@every_workflow
+def test_values_slots_and_links_fit_the_nodes(path: Path, info: Info) -> None:
+    workflow = read(path)
+    problems = [
+        *ui_workflow.value_problems(workflow, info),
+        *ui_workflow.slot_problems(workflow, info),
+        *ui_workflow.link_problems(workflow),
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@every_shipped_workflow
+def test_shipped_workflows_have_a_value_for_every_widget_of_the_pack(path: Path, info: Info) -> None:
+    ours = [n for n in ui_workflow.active_nodes(read(path)) if is_ours(info[n["type"]])]
+    assert ours
+    for node in ours:
+        widgets, used = ui_workflow.widget_values(node, info)
+        assert len(node["widgets_values"]) == used, [slot.name for slot, _ in widgets]
+        # By this the frontend names the pack to a user who lacks it.
+        assert node["properties"]["cnr_id"] == "kitchen-sol"
+
+
+@every_shipped_workflow
+def test_no_node_covers_another(path: Path) -> None:
+    assert not list(ui_workflow.overlaps(read(path)))
+
+
+@every_shipped_workflow
+def test_a_note_links_every_model_file(path: Path) -> None:
+    workflow = read(path)
+    note = "\n".join(n["widgets_values"][0] for n in workflow["nodes"] if n["type"] == "MarkdownNote")
+    models = [model for node in workflow["nodes"] for model in node["properties"].get("models", ())]
+    assert models
+    for model in models:
+        assert model["url"].endswith(f"/{model['directory']}/{model['name']}")
+        assert f"({model['url']})" in note and f"models/{model['directory']}" in note
+
+
+def is_ours(description: dict[str, Any]) -> bool:
+    return description["python_module"].startswith("custom_nodes.ComfyUI-Kitchen-Sol")
+
+
+# --- their meaning ------------------------------------------------------------------------------
+
+
+@every_workflow
+def test_the_workflow_means_what_its_api_form_says(path: Path, info: Info) -> None:
+    """Case 25: a widget in the middle of a node would shift every value behind it."""
+    found = ui_workflow.to_api(read(path), info)
+    assert differences(found, recorded_api(path), info) == []
+
+
+def differences(found: graphs.Graph, recorded: graphs.Graph, info: Info) -> list[str]:
+    """Where a graph differs from the record, other than by inputs that came later, at their defaults."""
+    if found.keys() != recorded.keys():
+        return [f"nodes {sorted(found.keys() ^ recorded.keys())} are in one of them only"]
+    result = []
+    for key, node in recorded.items():
+        kind, inputs = found[key]["class_type"], found[key]["inputs"]
+        if kind != node["class_type"]:
+            result.append(f"node {key} is {kind} and was {node['class_type']}")
+            continue
+        defaults = {slot.name: slot.default for slot in ui_workflow.slots(info[kind]["input"])}
+        wanted = {**{name: defaults.get(name) for name in inputs}, **node["inputs"]}
+        for name in sorted(wanted.keys() | inputs.keys()):
+            if (name in inputs, inputs.get(name)) != (True, wanted[name]):
+                result.append(f"{kind}.{name} is {inputs.get(name)!r} and was {wanted[name]!r}")
+    return result
+
+
+def test_a_frozen_workflow_gives_every_int8_setting_by_name() -> None:
+    """The record itself, by hand: no setting has its default, so that no two can change places."""
+    [path] = [path for path in FROZEN if path.stem == "kitchen_int8_wan_nothing_default"]
+    [node] = [node for node in recorded_api(path).values() if node["class_type"] == INT8]
+    assert node["inputs"] == {
+        "model": ["1", 0],
+        "group_size": "64",
+        "layers": "blocks+modulation",
+        "ignored_layers": "blocks.0\nre:.*ffn\\.2$",
+        "lora": "bake",
+        "device": "cpu",
+    }
+
+
+def change_inputs(info: Info, change: Callable[[list[tuple[str, Any]]], None]) -> Info:
+    changed = copy.deepcopy(info)
+    inputs = list(changed[INT8]["input"]["required"].items())
+    change(inputs)
+    changed[INT8]["input"]["required"] = dict(inputs)
+    return changed
+
+
+def test_an_inserted_or_moved_input_would_be_noticed_and_an_appended_one_is_fine(info: Info) -> None:
+    [path] = [path for path in FROZEN if path.stem == "kitchen_int8_wan_nothing_default"]
+    new = ("scale", ["STRING", {"default": "row"}])
+
+    def compare(change: Callable[[list[tuple[str, Any]]], None]) -> list[str]:
+        changed = change_inputs(info, change)
+        return differences(ui_workflow.to_api(read(path), changed), recorded_api(path), changed)
+
+    assert compare(lambda inputs: inputs.append(new)) == []
+    assert f"{INT8}.lora is 'cpu' and was 'bake'" in compare(lambda inputs: inputs.insert(3, new))
+    assert len(compare(lambda inputs: inputs.insert(1, inputs.pop(2)))) == 2
+    assert compare(lambda inputs: inputs.pop(2) and None)
+
+
+# --- ComfyUI's template browser -----------------------------------------------------------------
+
+
+def test_the_template_browser_lists_the_ui_files_only(server: ComfyServer) -> None:
+    # The API forms are in a folder of their own because it would list them, too, and open nothing.
+    listed = server.get("/workflow_templates")
+    assert sorted(listed[server.pack_folder]) == [path.stem for path in SHIPPED]
+
+
+@every_shipped_workflow
+def test_the_template_browser_gets_the_file_and_a_small_thumbnail(path: Path, server: ComfyServer) -> None:
+    assert server.get(f"/api/workflow_templates/{server.pack_folder}/{path.stem}.json") == read(path)
+    thumbnail = path.with_suffix(".jpg").read_bytes()
+    assert thumbnail[:3] == b"\xff\xd8\xff" and len(thumbnail) < 60_000
+
+
+# --- running them -------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+@every_workflow
+def test_the_workflow_runs_on_a_tiny_model(path: Path, server: ComfyServer, tiny: MakeTiny) -> None:
+    model = tiny_model_for(recorded_api(path), tiny)
+    server.add_model(model)
+    graph = with_tiny_model(recorded_api(path), model)
+    result = server.run(graph).raise_for_errors()
+    quantized = server.latent("workflow")
+    assert torch.isfinite(quantized).all()
+
+    nodes = [key for key, node in graph.items() if node["class_type"] == INT8]
+    for key in nodes:
+        texts = result.texts_of(key)
+        assert texts and all(texts)
+        done, total = counts(texts[-1])
+        assert 0 < done <= total
+        assert (done, total) == QUANTIZED.get(label(path), (done, total))
+        shown = [k for k, n in graph.items() if n["inputs"].get("source") == [key, 1]]
+        assert [counts(result.outputs[k]["text"][0]) for k in shown] == [(done, total)] * len(shown)
+    if nodes:
+        server.run(without(graph, INT8)).raise_for_errors()
+        plain = server.latent("workflow").double()
+        # The sampler gets the quantized model: a little off, and not equal.
+        assert 1e-4 < ((quantized.double() - plain).norm() / plain.norm()).item() < 0.1
+
+
+def counts(text: str) -> tuple[int, int]:
+    match = re.match(r"quantized (\d+) of (\d+) layers", text)
+    assert match, text
+    return int(match[1]), int(match[2])
+
+
+def tiny_model_for(graph: graphs.Graph, tiny: MakeTiny) -> builders.TinyModel:
+    """The tiny model for whose family the graph makes a latent."""
+    latents = {
+        "EmptyHunyuanLatentVideo": "wan",
+        "EmptyMiniMaxH3LatentAV": "h3",
+        "EmptySD3LatentImage": "flux",
+    }
+    [family] = {latents[n["class_type"]] for n in graph.values() if n["class_type"] in latents}
+    return tiny(family)
+
+
+def with_tiny_model(graph: graphs.Graph, model: builders.TinyModel) -> graphs.Graph:
+    """The graph on a tiny model, with a small latent and few steps.
+
+    No tiny text encoders and VAEs exist, so test nodes give the conditioning and take the latent; nodes
+    behind the VAE are left out.
+    """
+    tokens, width = model.context_shape
+    texts = [key for key, node in graph.items() if node["class_type"] == "CLIPTextEncode"]
+    result: graphs.Graph = {}
+    for key, node in copy.deepcopy(graph).items():
+        inputs = node["inputs"]
+        match node["class_type"]:
+            case "UNETLoader":
+                inputs["unet_name"] = model.path.name
+            case "CLIPTextEncode":
+                sizes = {"tokens": tokens, "width": width, "pooled_width": model.pooled_width}
+                node = graphs.node("TestConditioning", **sizes, seed=3 + texts.index(key))
+            case "VAEDecode":
+                node = graphs.node("TestSaveLatent", samples=inputs["samples"], filename="workflow")
+            case "KSampler":
+                inputs["steps"] = 4
+            case "CLIPLoader" | "VAELoader":
+                continue
+            case model.latent_node:
+                inputs.update(model.latent_inputs)
+        result[key] = node
+    behind = [key for key, node in graph.items() if node["class_type"] == "VAEDecode"]
+    while behind:
+        behind = [key for key, node in result.items() if any(source in behind for source in sources(node))]
+        for key in behind:
+            del result[key]
+    return result
+
+
+def without(graph: graphs.Graph, class_type: str) -> graphs.Graph:
+    """The graph with the nodes of a class bypassed, and without the nodes that show their text."""
+    bypassed = {key: n["inputs"]["model"] for key, n in graph.items() if n["class_type"] == class_type}
+    result: graphs.Graph = {}
+    for key, node in copy.deepcopy(graph).items():
+        if key in bypassed or (node["class_type"] == "PreviewAny" and bypassed.keys() & sources(node)):
+            continue
+        for name, value in node["inputs"].items():
+            if isinstance(value, list) and value[0] in bypassed:
+                node["inputs"][name] = bypassed[value[0]]
+        result[key] = node
+    return result
+
+
+def sources(node: dict[str, Any]) -> list[str]:
+    """Ids of the nodes that a node gets its inputs from."""
+    return [value[0] for value in node["inputs"].values() if isinstance(value, list)]
