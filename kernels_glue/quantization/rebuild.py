@@ -13,7 +13,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from .convert import Int8Weight
 from .plan import INT8_FORMAT
-from .survey import declared_dtype, linear_modules
+from .survey import linear_modules, recorded_dtype
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -124,6 +124,6 @@ def _restore_dtypes(
                 continue
             setattr(module, part, torch.nn.Parameter(tensor, requires_grad=False))
         for part in ("weight", "bias"):
-            if getattr(originals[name], part, None) is not None:
+            if (dtype := recorded_dtype(originals[name], part)) is not None:
                 # What core's dynamic loading casts a parameter to when it faults it in.
-                setattr(module, f"{part}_comfy_model_dtype", declared_dtype(originals[name], part))
+                setattr(module, f"{part}_comfy_model_dtype", dtype)

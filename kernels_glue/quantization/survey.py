@@ -44,9 +44,12 @@ def survey(diffusion_model: torch.nn.Module) -> tuple[LayerInfo, ...]:
     )
 
 
-def declared_dtype(module: torch.nn.Module, parameter: str = "weight") -> torch.dtype:
-    """The dtype that the model's code asked for, which a memory-mapped weight may not have yet."""
-    return getattr(module, f"{parameter}_comfy_model_dtype", None) or getattr(module, parameter).dtype
+def recorded_dtype(module: torch.nn.Module, parameter: str = "weight") -> torch.dtype | None:
+    """The dtype that the model's code asked for, where core recorded it; the parameter may have another.
+
+    Core's mixed precision Linear has no record for its weight: unquantized, it holds it in the compute dtype.
+    """
+    return getattr(module, f"{parameter}_comfy_model_dtype", None)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
@@ -73,7 +76,7 @@ def _describe(name: str, module: torch.nn.Module, in_block: bool, dtype: torch.d
             is_fp8=module.quant_format.startswith("float8"),
         )
     _refuse_foreign_weight(name, weight)
-    island = declared_dtype(module) is torch.float32 and dtype not in (None, torch.float32)
+    island = recorded_dtype(module) is torch.float32 and dtype not in (None, torch.float32)
     return LayerInfo(
         name,
         module.in_features,
