@@ -57,7 +57,8 @@ class KitchenInt8QuantizeModel(io.ComfyNode):
                     multiline=True,
                     tooltip=(
                         "Layers to leave alone, one entry a line: a name or a prefix (blocks.0), a glob"
-                        " (blocks.*.mlp.fc2), or re: and a regular expression. The report lists the names."
+                        " (blocks.*.mlp.fc2, blocks.[0-3].attn), or re: and a regular expression. The report"
+                        " lists all names in this form."
                     ),
                 ),
                 io.Combo.Input(
@@ -81,6 +82,8 @@ class KitchenInt8QuantizeModel(io.ComfyNode):
                 io.Model.Output(display_name="model", tooltip="The quantized model."),
                 io.String.Output(display_name="report", tooltip="What was quantized, what was not, and why."),
             ],
+            # Its text belongs to this node, not to another one with the same inputs.
+            not_idempotent=True,
             hidden=[io.Hidden.unique_id],
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # The frontend draws the text as HTML on its canvas nodes and as Markdown on "Nodes 2.0" nodes.
-_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", "*": "&#42;", "`": "&#96;"})
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", "*": "&#42;", "`": "&#96;", "\\": "&#92;"})
 
 
 def text_on(node_id: str | None) -> Callable[[str], None]:

@@ -144,16 +144,14 @@ def test_other_packs_are_no_copies(
 
 @pytest.fixture
 def newer_core(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Core passes one argument more to every callback and wrapper, and clone() takes one more.
+    """Core passes one argument more to every callback, and clone() takes one more.
 
     Returns the kinds of calls that the pack got with it.
     """
     import comfy.model_patcher
-    import comfy.patcher_extension
 
     patcher_class = comfy.model_patcher.ModelPatcher
-    executor_class = comfy.patcher_extension.WrapperExecutor
-    get_all, execute, clone = patcher_class.get_all_callbacks, executor_class.execute, patcher_class.clone
+    get_all, clone = patcher_class.get_all_callbacks, patcher_class.clone
     extra = object()
     seen: list[str] = []
 
@@ -172,13 +170,6 @@ def newer_core(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             for function in get_all(self, call_type)
         ]
 
-    def execute_with_more(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(x for x in args if x is not extra)
-        if not self.is_last and is_ours(self.wrappers[self.idx]):
-            seen.append("wrapper")
-            args = (*args, extra)
-        return execute(self, *args, **kwargs)
-
     def clone_with_more(self: Any, *args: Any, new_parameter: int = 0, **kwargs: Any) -> Any:
         seen.append("clone")
         return clone(self, *args, **kwargs)
@@ -186,7 +177,6 @@ def newer_core(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     # The node looks for the parameter that it needs.
     clone_with_more.__signature__ = inspect.signature(clone)
     monkeypatch.setattr(patcher_class, "get_all_callbacks", callbacks_with_more)
-    monkeypatch.setattr(executor_class, "execute", execute_with_more)
     monkeypatch.setattr(patcher_class, "clone", clone_with_more)
     return seen
 
@@ -206,7 +196,7 @@ def test_a_core_that_passes_more_arguments_breaks_nothing(
     assert again.clone(disable_dynamic=True).model is not None
     samples = comfy.sample(again, model)
     assert torch.equal(samples, comfy.sample(quantized, model)) and samples.isfinite().all()
-    assert {"on_clone", "wrapper", "clone"} <= set(newer_core)
+    assert {"on_clone", "on_pre_run", "on_cleanup", "clone"} <= set(newer_core)
 
 
 @pytest.mark.core

@@ -167,7 +167,7 @@ def test_server_gives_the_bits_of_the_in_process_run(
 ) -> None:
     server.add_model(dit)
     result = server.run(graphs.sampling_graph(dit, cfg=2.0, save_as=dit.path.stem)).raise_for_errors()
-    assert {"unet", "sampler", "save"} <= set(result.executed)
+    assert {"sampler", "save"} <= set(result.executed)  # an earlier graph may have loaded the model
     assert result.outputs["save"]["latent_file"] == [f"{dit.path.stem}.safetensors"]
     expected = comfy.sample(comfy.load_unet(dit.path), dit, cfg=2.0)
     assert torch.equal(server.latent(dit.path.stem), expected)

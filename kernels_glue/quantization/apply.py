@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from ..errors import KitchenSolError
 from ..probe import int8_backend, require_int8
 from . import report
 from .config import NODE, QuantizeConfig
-from .convert import Job, quantize_jobs
+from .convert import Int8Weight, Job, quantize_jobs
 from .merge import NOTHING, Merge, without
 from .patch_count import count_patches
 from .patcher import attach, refuse_bound_patches, root_patcher
@@ -56,11 +56,11 @@ def quantize_model(
     refuse_bound_patches(source)
     plan = make_plan(survey(source.model.diffusion_model), config)
     if plan.to_quantize:
-        conversion = _converted(source, config, plan, node)
+        conversion, reused = _converted(source, config, plan, node)
         patcher = attach(source, conversion.root)
         patcher.patches = without(patcher.patches, conversion.merged)
         merged = len(conversion.merged)
-        lines = _report(source, conversion)
+        lines = _report(source, conversion, reused)
     elif plan.int8_layers:
         patcher, merged = source.clone(), 0
         lines = [report.headline(plan), *report.remark_lines(_without_effect(plan, config))]
@@ -72,13 +72,14 @@ def quantize_model(
     return patcher, report.assemble(lines, lora)
 
 
-def _converted(source: ModelPatcher, config: QuantizeConfig, plan: Plan, node: Hashable) -> Conversion:
+def _converted(
+    source: ModelPatcher, config: QuantizeConfig, plan: Plan, node: Hashable
+) -> tuple[Conversion, bool]:
     settings = _settings(source, config)
-    conversion = _conversions.find(source.model, settings)
-    if conversion is None:
-        conversion = _convert(source, config, plan)
+    found = _conversions.find(source.model, settings)
+    conversion = found or _convert(source, config, plan)
     _conversions.keep(source.model, node, settings, conversion)
-    return conversion
+    return conversion, found is not None
 
 
 def _settings(source: ModelPatcher, config: QuantizeConfig) -> Hashable:
@@ -96,11 +97,11 @@ def _convert(source: ModelPatcher, config: QuantizeConfig, plan: Plan) -> Conver
     started = time.perf_counter()
     dtype = _compute_dtype(source)
     device = _device(source, config)
-    require_int8(NODE, source.load_device, dtype, plan.to_quantize.values())
-    weights = PristineWeights.of(source)
-    merge = Merge.of(source.patches, weights) if config.lora == "bake" else NOTHING
     if device.type == "cuda":
         comfy.model_management.free_memory(_GPU_HEADROOM, device)
+    require_int8(NODE, source.load_device, dtype, plan.to_quantize.values())
+    weights = PristineWeights.of(source)
+    merge = Merge.of(source.patches, weights, plan.to_quantize) if config.lora == "bake" else NOTHING
     progress = comfy.utils.ProgressBar(len(plan.to_quantize))
     jobs = (
         Job(name, group_size, partial(_load, weights, merge, name, device), dtype)
@@ -123,7 +124,15 @@ def _convert(source: ModelPatcher, config: QuantizeConfig, plan: Plan) -> Conver
         _weight_bytes(source.model.diffusion_model),
         _weight_bytes(model.diffusion_model),
         str(device),
+        tuple(_remarks(int8)),
     )
+
+
+def _remarks(int8: Mapping[str, Int8Weight]) -> Iterator[str]:
+    broken = [name for name, weight in int8.items() if not weight.scale.isfinite().all()]
+    if broken:
+        names = ", ".join(report.compress(broken))
+        yield f"the file has NaN or infinite weights in {names}; the unquantized model is as broken."
 
 
 def _device(source: ModelPatcher, config: QuantizeConfig) -> torch.device:
@@ -150,14 +159,16 @@ def _weight_bytes(module: torch.nn.Module) -> int:
     return comfy.model_management.module_size(module)
 
 
-def _report(source: ModelPatcher, done: Conversion) -> list[str]:
+def _report(source: ModelPatcher, done: Conversion, reused: bool) -> list[str]:
     plan = done.plan
     return [
         report.headline(plan),
-        *report.weight_lines(plan, done.bytes_before, done.bytes_after, done.seconds, done.device),
+        *report.weight_lines(plan, done.bytes_before, done.bytes_after, done.seconds, done.device, reused),
         f"INT8 kernels: {int8_backend(source.load_device)}",
         *report.kept_lines(plan.kept),
         *report.remark_lines(plan.remarks),
+        *report.remark_lines(done.remarks),
+        report.int8_line(plan),
     ]
 
 

@@ -30,10 +30,19 @@ class GpuStream:
         self._device = device
         self._copy_in = torch.cuda.Stream(device)
         self._copy_out = torch.cuda.Stream(device)
-        self._slots = [_Slot(device, chunk_bytes) for _ in range(_SLOTS)]
-        self._ring = cycle(self._slots)
+        self._chunk_bytes = chunk_bytes
+        self._slots: list[_Slot] = []
 
     def __enter__(self) -> GpuStream:
+        try:
+            for _ in range(_SLOTS):
+                self._slots.append(_Slot(self._device, self._chunk_bytes))
+        except BaseException:
+            self._release()
+            raise
+        # The slots' GPU buffers were allocated on the compute stream.
+        self._copy_in.wait_stream(torch.cuda.current_stream(self._device))
+        self._ring = cycle(self._slots)
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
@@ -43,8 +52,7 @@ class GpuStream:
                     slot.drain()
             torch.cuda.synchronize(self._device)
         finally:
-            for slot in self._slots:
-                slot.release()
+            self._release()
 
     def submit(self, chunk: torch.Tensor, function: Function, results: Sequence[torch.Tensor]) -> None:
         """Queues `results[i].copy_(function(chunk)[i])`; complete once the stream is left.
@@ -63,14 +71,19 @@ class GpuStream:
     def _in_order(self) -> list[_Slot]:
         return [next(self._ring) for _ in self._slots]
 
+    def _release(self) -> None:
+        for slot in self._slots:
+            slot.release()
+
 
 class _Slot:
     """One place in the ring. A drained slot is free: everything queued through it has finished."""
 
     def __init__(self, device: torch.device, chunk_bytes: int):
         self._device = device
-        self._host = _PinnedBytes(chunk_bytes)
+        # The GPU first: if it is full, nothing has been pinned yet.
         self._gpu = torch.empty(chunk_bytes, dtype=torch.uint8, device=device)
+        self._host = _PinnedBytes(chunk_bytes)
         self._outputs: list[_PinnedBytes] = [_PinnedBytes(0), _PinnedBytes(0)]
         self._done = torch.cuda.Event()
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []

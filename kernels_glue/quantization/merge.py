@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import comfy.float
@@ -22,19 +22,25 @@ class Merge:
     patches: Mapping[str, list]
 
     @classmethod
-    def of(cls, patches: Mapping[str, list], weights: PristineWeights) -> Merge:
+    def of(cls, patches: Mapping[str, list], weights: PristineWeights, to_quantize: Collection[str]) -> Merge:
         """Selects what can be merged exactly.
 
-        A layer that is INT8 already would be rounded twice, and a patch that resizes its weight does
-        not fit the module; both stay patches, which core applies when the model is loaded.
+        A layer that stays quantized as it is would be rounded twice, and a patch that resizes its weight
+        does not fit the module; both stay patches, which core applies when the model is loaded. Patches
+        for what is no parameter (the scales that merging two INT8 models brings along) are left alone.
+
+        Args:
+            to_quantize: names of the layers that are about to be quantized, scaled fp8 ones included.
         """
-        names = (key.removeprefix(MODEL_PREFIX) for key in patches if key.startswith(MODEL_PREFIX))
+        about_to_be = {f"{layer}.weight" for layer in to_quantize}
         mergeable = {}
-        for name in names:
+        for name, _ in weights.model.diffusion_model.named_parameters():
             key = MODEL_PREFIX + name
+            if key not in patches:
+                continue
             weight = weights[name]
             fits = comfy.lora.calculate_shape(patches[key], weight, key) == weight.shape
-            if fits and not isinstance(weight, QuantizedTensor):
+            if fits and (name in about_to_be or not isinstance(weight, QuantizedTensor)):
                 mergeable[name] = patches[key]
         return cls(mergeable)
 

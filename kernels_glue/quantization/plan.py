@@ -15,6 +15,9 @@ from .roles import Role, role_of
 
 INT8_FORMAT = "int8_tensorwise"
 
+# A pasted list for another model should not fill the report.
+_MOST_UNMATCHED = 10
+
 
 @dataclass(frozen=True)
 class LayerInfo:
@@ -137,12 +140,16 @@ def _found_group_sizes(layers: Iterable[LayerInfo]) -> tuple[int, ...]:
 def _remarks(decisions: Sequence[Decision], config: QuantizeConfig, found: Sequence[int]) -> Iterable[str]:
     names = [d.layer.name for d in decisions]
     already = [d.layer.name for d in decisions if d.layer.is_int8]
+    unmatched = []
     for pattern in config.ignored:
         matched = [name for name in names if pattern.matches(name)]
         if not matched:
-            yield f"ignored_layers: {pattern.text!r} matches no linear layer."
+            unmatched.append(pattern.text)
         elif set(matched) <= set(already):
             yield f"ignored_layers: {pattern.text!r} had no effect, its layers are already INT8."
+    yield from (f"ignored_layers: {text!r} matches no linear layer." for text in unmatched[:_MOST_UNMATCHED])
+    if len(unmatched) > _MOST_UNMATCHED:
+        yield f"ignored_layers: {len(unmatched) - _MOST_UNMATCHED} more entries match no linear layer."
     if found and config.group_size != AUTO and int(config.group_size) not in found:
         sizes = ", ".join(map(str, found))
         yield f"group_size {config.group_size} had no effect: the model has INT8 layers of group {sizes}."

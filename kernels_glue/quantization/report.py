@@ -27,12 +27,14 @@ def assemble(lines: Sequence[str], state: Iterable[str]) -> str:
     return "\n".join((headline, *state, *details))
 
 
-def weight_lines(plan: Plan, before: int, after: int, seconds: float, device: str) -> Iterable[str]:
+def weight_lines(
+    plan: Plan, before: int, after: int, seconds: float, device: str, reused: bool = False
+) -> Iterable[str]:
     """Sizes of the whole diffusion model in bytes, group sizes, and the time of the conversion."""
     yield f"weights {size(before)} -> {size(after)}"
     groups = Counter(plan.to_quantize.values())
     yield "ConvRot " + ", ".join(f"group {g}: {groups[g]} layers" for g in sorted(groups, reverse=True))
-    yield f"quantized on {device} in {seconds:.1f} s"
+    yield f"quantized on {device} in {seconds:.1f} s" + (", reused now" if reused else "")
 
 
 def kept_lines(kept: Sequence[Decision]) -> Iterable[str]:
@@ -44,6 +46,11 @@ def kept_lines(kept: Sequence[Decision]) -> Iterable[str]:
         yield f"kept in their precision: {len(kept)}"
     for reason, names in by_reason.items():
         yield f"- {reason} ({len(names)}): {', '.join(compress(names))}"
+
+
+def int8_line(plan: Plan) -> str:
+    """The names of all INT8 layers, as `ignored_layers` takes them."""
+    return f"INT8 layers: {', '.join(compress(plan.int8_layers))}"
 
 
 def lora_lines(count: PatchCount, merged: int) -> Iterable[str]:

@@ -25,6 +25,7 @@ class Conversion:
         seconds: how long the conversion took.
         bytes_before, bytes_after: weights of the whole diffusion model.
         device: where the weights were quantized.
+        remarks: what was noticed while converting.
     """
 
     root: ModelPatcher
@@ -34,10 +35,16 @@ class Conversion:
     bytes_before: int
     bytes_after: int
     device: str
+    remarks: tuple[str, ...] = ()
+
+
+# How many conversions of one model are kept, each a whole INT8 model in RAM. Two, because a graph may compare
+# two settings; more are converted again when something before their node changes.
+_KEPT = 2
 
 
 class Conversions:
-    """The latest conversion of each (source model, node).
+    """The latest conversion of a source model by each of the last few nodes.
 
     Lives as long as the source model does: a LoRA before the node makes core run the node again with
     another patcher of the same model, and the previous result may be gone from core's cache by then.
@@ -53,5 +60,9 @@ class Conversions:
         return next((conversion for made_with, conversion in entries if made_with == settings), None)
 
     def keep(self, source: BaseModel, node: Hashable, settings: Hashable, conversion: Conversion) -> None:
-        """Remembers a conversion in place of the node's previous one."""
-        self._by_source.setdefault(source, {})[node] = (settings, conversion)
+        """Remembers a conversion in place of the node's previous one, and forgets the oldest."""
+        entries = self._by_source.setdefault(source, {})
+        entries.pop(node, None)
+        entries[node] = (settings, conversion)
+        while len(entries) > _KEPT:
+            del entries[next(iter(entries))]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import CallbacksMP
 
 from ..errors import KitchenSolError
 from .config import NODE
@@ -25,7 +25,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SamplingText:
-    """The OUTER_SAMPLE wrapper of a quantized model. Holds names and text, no modules.
+    """What a quantized patcher shows when it is sampled. Holds names and text, no modules.
 
     Attributes:
         report: what the node reported when it ran, line by line.
@@ -39,14 +39,15 @@ class SamplingText:
     merged: int
     show: Show
 
-    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        patcher = executor.class_obj.model_patcher
+    def before(self, patcher: ModelPatcher, *_: Any) -> None:
+        """The model is loaded and its sampling begins."""
         refuse_bypass_lora(patcher)
         self._tell(self._lines(patcher))
-        result = executor(*args, **kwargs)
+
+    def after(self, patcher: ModelPatcher, *_: Any) -> None:
+        """Its sampling has ended, well or not."""
         if after := self._lines_after(patcher):
             self._tell(self._lines(patcher) + after)
-        return result
 
     def _lines(self, patcher: ModelPatcher) -> list[str]:
         lines = list(lora_lines(count_patches(patcher.patches, self.int8_layers), self.merged))
@@ -74,11 +75,17 @@ class SamplingText:
 
 
 def watch(patcher: ModelPatcher, text: SamplingText) -> None:
-    """Installs the text and the refusal on a patcher, in place of those of an earlier application."""
-    patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, text)
-    patcher.remove_callbacks_with_key(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY)
-    patcher.add_callback_with_key(CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, KEY, refuse_weight_hooks)
+    """Installs the text and the refusals on a patcher, in place of those of an earlier application.
+
+    Callbacks and not a sampling wrapper: core's guiders for two models call wrappers of the first only.
+    """
+    for moment, callback in (
+        (CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, refuse_weight_hooks),
+        (CallbacksMP.ON_PRE_RUN, text.before),
+        (CallbacksMP.ON_CLEANUP, text.after),
+    ):
+        patcher.remove_callbacks_with_key(moment, KEY)
+        patcher.add_callback_with_key(moment, KEY, callback)
 
 
 def refuse_weight_hooks(patcher: ModelPatcher, *_: Any) -> None:
