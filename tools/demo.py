@@ -7,7 +7,6 @@ only if every model was quantized and its result stayed close to the original's.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from demo_options import FAMILIES, chosen_models
 from demo_results import DemoError, Report, Result, summary
 from devkit.console import say
 from devkit.environment import COMFYUI_ARGS
@@ -40,16 +40,13 @@ NODE_INPUTS = {
     "lora": "keep",
     "device": "auto",
 }
-FAMILIES = ("wan", "h3", "flux")
 STEPS = 8
 SEED = 7
 _LOG_LINES = 30
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="dev.py demo", description="Quantize tiny models and compare.")
-    parser.add_argument("--models", nargs="+", choices=FAMILIES, help="default: all that this ComfyUI has")
-    chosen = parser.parse_args(argv).models
+    chosen = chosen_models(argv)
     started = time.monotonic()
 
     inprocess.start()
