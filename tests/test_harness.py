@@ -11,6 +11,7 @@ import torch
 from comfyui import builders, graphs
 from comfyui.builders import TinyModel
 from comfyui.server import ComfyServer, PromptRejected, ServerDied
+from int8_node import difference
 
 pytestmark = pytest.mark.core
 
@@ -22,11 +23,6 @@ LORA_LAYERS = {
     "flux": ["double_blocks.0.img_attn.qkv", "single_blocks.1.linear2"],
     "sdxl": ["input_blocks.3.1.proj_in", "input_blocks.5.1.proj_out"],
 }
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative L2 distance of a from b."""
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.fixture(params=[family for family in builders.FAMILIES if family != "sdxl"])

@@ -121,8 +121,8 @@ def _convert(source: ModelPatcher, config: QuantizeConfig, plan: Plan) -> Conver
         plan,
         merge.keys,
         time.perf_counter() - started,
-        _weight_bytes(source.model.diffusion_model),
-        _weight_bytes(model.diffusion_model),
+        comfy.model_management.module_size(source.model.diffusion_model),
+        comfy.model_management.module_size(model.diffusion_model),
         str(device),
         tuple(_remarks(int8)),
     )
@@ -153,10 +153,6 @@ def _load(weights: PristineWeights, merge: Merge, name: str, device: torch.devic
 def _between_layers(progress: comfy.utils.ProgressBar) -> None:
     comfy.model_management.throw_exception_if_processing_interrupted()
     progress.update(1)
-
-
-def _weight_bytes(module: torch.nn.Module) -> int:
-    return comfy.model_management.module_size(module)
 
 
 def _report(source: ModelPatcher, done: Conversion, reused: bool) -> list[str]:

@@ -12,7 +12,8 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..errors import KitchenSolError
 from .config import NODE
-from .pristine import PREFIX, PristineWeights, taken
+from .patterns import MODEL_PREFIX
+from .pristine import PristineWeights, taken
 from .rebuild import build_model
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class _Rebuild:
 
 def _bound_patches(source: ModelPatcher) -> Iterator[tuple[str, str]]:
     for name, value in source.object_patches.items():
-        if name.startswith(PREFIX.rstrip(".")) and _holds_module(value):
+        if name.startswith(MODEL_PREFIX.rstrip(".")) and _holds_module(value):
             yield f"a replaced part ({name})", "the node that replaces it"
     for wrappers in source.wrappers.values():
         if "torch.compile" in wrappers:

@@ -10,11 +10,11 @@ import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 
+from .patterns import MODEL_PREFIX
+
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
-
-PREFIX = "diffusion_model."
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PristineWeights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Returns a parameter or buffer by its name below the diffusion model, on whatever device."""
-        key = PREFIX + name
+        key = MODEL_PREFIX + name
         if key in self.backup:
             return self.backup[key].weight
         if key in self.hook_backup:

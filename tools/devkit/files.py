@@ -65,10 +65,6 @@ def write_stamp(folder: Path, stamp: str) -> None:
     temporary.replace(folder / _STAMP)
 
 
-def clear_stamp(folder: Path) -> None:
-    (folder / _STAMP).unlink(missing_ok=True)
-
-
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder under ``.dev`` (so that a rename out of it stays on one disk), deleted at the end."""
