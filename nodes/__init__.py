@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .copies import warn_of_other_copies
 from .kitchen_int8 import KitchenInt8QuantizeModel
+from .sol_attention import KitchenSolAttentionPatch
 
 
 class KitchenSolExtension(ComfyExtension):
@@ -15,4 +16,4 @@ class KitchenSolExtension(ComfyExtension):
         warn_of_other_copies()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [KitchenInt8QuantizeModel]
+        return [KitchenInt8QuantizeModel, KitchenSolAttentionPatch]

@@ -43,8 +43,11 @@ def contract_of(info: dict[str, Any]) -> dict[str, Any]:
             fields = dict(rest[0] if rest else {})
             if isinstance(kind, list):  # the older form of a combo
                 kind, fields["options"] = "COMBO", kind
+            # A flag that is off is as good as absent, a default that is off or 0 is not.
             given = {
-                field: fields[field] for field in _INPUT_FIELDS if fields.get(field) not in (None, False)
+                field: fields[field]
+                for field in _INPUT_FIELDS
+                if fields.get(field) is not None and (fields[field] is not False or field == "default")
             }
             inputs.append({"name": name, "section": section, "type": kind, **given})
     outputs = [
@@ -157,6 +160,39 @@ def test_the_contract_of_the_int8_node_is_what_was_published() -> None:
     }
     assert {slot["section"] for slot in node["inputs"]} == {"required"}
     assert [(x["name"], x["type"]) for x in node["outputs"]] == [("model", "MODEL"), ("report", "STRING")]
+
+
+def test_the_contract_of_the_sol_node_is_what_was_published() -> None:
+    """Written by hand from the specification: a regeneration cannot change it by mistake."""
+    node = json.loads(FILE.read_text(encoding="utf-8"))["KitchenSolAttentionPatch"]
+    assert (node["display_name"], node["category"]) == ("Sol Attention Patch", "model/patch")
+    found = {slot["name"]: slot.get("options", slot.get("default")) for slot in node["inputs"]}
+    expected = {
+        "model": None,
+        "provider": ["auto", "kitchen", "nvlabs", "triton", "reference"],
+        "dense_backend": ["fa", "sage_attn", "kitchen_int8", "current"],
+        "tau": 1.0,
+        "curve": ["constant", "linear", "cosine", "step"],
+        "tau_end": 1.0,
+        "thresh_type": ["diag", "exact"],
+        "kv_splits": ["auto", "1", "2", "4"],
+        "dense_percent": 0.2,
+        "dense_steps": -1,
+        "dense_layers": "0",
+        "sinks": ["auto", "off", "keys", "keys_and_queries"],
+        "sink_start": 0,
+        "sink_tokens": 0,
+        "min_tokens": 0,
+        "token_aug": 0,
+        "strict": False,
+        "profile": False,
+        "steps": 20,
+    }
+    assert list(found) == list(expected)
+    assert found == expected
+    assert {slot["section"] for slot in node["inputs"]} == {"required"}
+    outputs = [(x["name"], x["type"]) for x in node["outputs"]]
+    assert outputs == [("model", "MODEL"), ("report", "STRING"), ("schedule", "IMAGE")]
 
 
 OLD: Contract = {

@@ -89,7 +89,15 @@ def test_importing_loads_no_kernel_package(loaded: dict[str, Any]) -> None:
 
 def test_importing_loads_nothing_below_the_schema_but_pure_settings(loaded: dict[str, Any]) -> None:
     below = [name.rpartition("kernels_glue")[2] for name in loaded["new"] if "kernels_glue" in name]
-    assert sorted(below) == ["", ".errors", ".quantization", ".quantization.config", ".quantization.patterns"]
+    assert sorted(below) == [
+        "",
+        ".attention",
+        ".attention.config",
+        ".errors",
+        ".quantization",
+        ".quantization.config",
+        ".quantization.patterns",
+    ]
 
 
 def test_importing_patches_nothing_of_comfyui(loaded: dict[str, Any]) -> None:
@@ -146,7 +154,7 @@ def test_nodes_import_no_kernel() -> None:
 
 
 def test_kernels_glue_imports_no_node_api() -> None:
-    roots = ("comfy_api", "nodes", "server", "folder_paths", "comfy_extras")
+    roots = ("comfy_api", "nodes", "server", "comfy_extras")
     assert [x for x in imports("kernels_glue") if x[1].partition(".")[0] in roots] == []
 
 

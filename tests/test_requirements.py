@@ -21,45 +21,60 @@ from comfyui import inprocess
 
 pytestmark = pytest.mark.core
 
-requirements = inprocess.pack_module("kernels_glue.quantization.requirements")
+INT8, SOL = "KitchenInt8QuantizeModel", "KitchenSolAttentionPatch"
+# The package below kernels_glue that holds a node's code, and what it requires.
+PACKAGES = {INT8: "quantization", SOL: "attention"}
+REQUIREMENTS = {
+    node: inprocess.pack_module(f"kernels_glue.{package}.requirements") for node, package in PACKAGES.items()
+}
+DISPLAY_NAMES = {INT8: "Kitchen INT8 Quantize Model", SOL: "Sol Attention Patch"}
+INT8_INPUTS = {
+    "group_size": "auto",
+    "layers": "blocks",
+    "ignored_layers": "",
+    "lora": "keep",
+    "device": "auto",
+}
 KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
 GLUE = Path(inprocess.load_pack().__file__).parent / "kernels_glue"
 
 # What the code calls its variables that hold a ModelPatcher.
 PATCHERS = ("source", "patcher", "clone", "root", "quantized")
-HEAD, TAIL = "Kitchen INT8 Quantize Model: this ComfyUI lacks ", ". Update ComfyUI to 0.27 or newer."
+LACKS, TAIL = ": this ComfyUI lacks ", ". Update ComfyUI to 0.27 or newer."
 
 
-def refusal(comfy: ModuleType) -> str:
+def refusal(comfy: ModuleType, node: str = INT8) -> str:
     """What the node says is lacking; it is run without a model, which it must not get to.
 
     Without ComfyUI's executor, which uses some of the removed parts itself.
     """
-    node = comfy.pack_nodes()["KitchenInt8QuantizeModel"]
     with pytest.raises(KitchenSolError) as caught:
-        node.execute(
-            model=None, group_size="auto", layers="blocks", ignored_layers="", lora="keep", device="auto"
-        )
-    message = str(caught.value)
-    assert message.startswith(HEAD) and message.endswith(TAIL), message
-    return message.removeprefix(HEAD).removesuffix(TAIL)
+        comfy.pack_nodes()[node].execute(model=None, **(INT8_INPUTS if node == INT8 else {}))
+    message, head = str(caught.value), DISPLAY_NAMES[node] + LACKS
+    assert message.startswith(head) and message.endswith(TAIL), message
+    return message.removeprefix(head).removesuffix(TAIL)
 
 
-def test_this_comfyui_has_everything() -> None:
-    requirements.require_comfyui()
+@pytest.mark.parametrize("node", PACKAGES)
+def test_this_comfyui_has_everything(node: str) -> None:
+    REQUIREMENTS[node].require_comfyui()
 
 
-@pytest.mark.parametrize("name", requirements.NAMES)
-def test_a_missing_name_is_named(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("node", "name"), [(node, name) for node, module in REQUIREMENTS.items() for name in module.NAMES]
+)
+def test_a_missing_name_is_named(
+    comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, node: str, name: str
+) -> None:
     owner, _, attribute = name.rpartition(".")
     # A class may inherit what it is asked for.
     for cls in getattr(pkgutil.resolve_name(owner), "__mro__", [pkgutil.resolve_name(owner)]):
         if attribute in vars(cls):
             monkeypatch.delattr(cls, attribute)
-    assert refusal(comfy) == name
+    assert refusal(comfy, node) == name
 
 
-@pytest.mark.parametrize(("name", "parameter"), requirements.PARAMETERS)
+@pytest.mark.parametrize(("name", "parameter"), REQUIREMENTS[INT8].PARAMETERS)
 def test_a_missing_parameter_is_named(
     comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, parameter: str
 ) -> None:
@@ -99,32 +114,38 @@ def test_a_missing_module_is_named_with_all_that_is_needed_of_it(
     comfy.pack_nodes()
     monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
     monkeypatch.delattr(importlib.import_module(parent), leaf)
-    expected = [name for name in requirements.NAMES if name.startswith(module + ".")]
+    expected = [name for name in REQUIREMENTS[INT8].NAMES if name.startswith(module + ".")]
     assert expected and refusal(comfy) == ", ".join(expected)
 
 
 def test_the_pack_loads_without_any_of_it(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in requirements.NAMES:
+    for name in {name for module in REQUIREMENTS.values() for name in module.NAMES}:
         owner, _, attribute = name.rpartition(".")
         monkeypatch.delattr(pkgutil.resolve_name(owner), attribute, raising=False)
     package = "kitchen_sol_on_an_old_comfyui"
     try:
-        node = inprocess.pack_nodes(package)["KitchenInt8QuantizeModel"]
-        assert node.GET_NODE_INFO_V1()["display_name"] == "Kitchen INT8 Quantize Model"
+        nodes = inprocess.pack_nodes(package)
+        for node, name in DISPLAY_NAMES.items():
+            assert nodes[node].GET_NODE_INFO_V1()["display_name"] == name
     finally:
         for loaded in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[loaded]
 
 
-def test_everything_that_the_code_uses_by_name_is_required() -> None:
+@pytest.mark.parametrize(
+    ("node", "some"),
+    [
+        (INT8, ("ops.pick_operations", "quant_ops.QuantizedTensor", "model_patcher.ModelPatcher.clone")),
+        (SOL, ("samplers.calculate_sigmas", "model_patcher.ModelPatcher.clone")),
+    ],
+)
+def test_everything_that_the_code_uses_by_name_is_required(node: str, some: tuple[str, ...]) -> None:
     """So that a new use cannot be forgotten in the list."""
-    used = {name for path in GLUE.rglob("*.py") for name in uses_of_comfy(path)}
-    for name in ("ops.pick_operations", "quant_ops.QuantizedTensor", "model_patcher.ModelPatcher.clone"):
-        assert f"comfy.{name}" in used
-    missing = {
-        name for name in used if not any(f"{known}.".startswith(f"{name}.") for known in requirements.NAMES)
-    }
-    assert missing == set()
+    files = [*GLUE.glob("*.py"), *(GLUE / PACKAGES[node]).rglob("*.py")]
+    used = {name for path in files for name in uses_of_comfy(path)}
+    assert {f"comfy.{name}" for name in some} <= used
+    known = REQUIREMENTS[node].NAMES
+    assert {name for name in used if not any(f"{k}.".startswith(f"{name}.") for k in known)} == set()
 
 
 def uses_of_comfy(path: Path) -> Iterator[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 from collections.abc import Iterator
 
-from ..errors import KitchenSolError
+from ..requirements import missing_names, missing_parameters, refuse
 from .config import NODE
 from .plan import INT8_FORMAT
 
@@ -62,25 +61,11 @@ PARAMETERS = (
 def require_comfyui() -> None:
     """Refuses, in one sentence, a ComfyUI that lacks something that the node stands on."""
     # What is missing by name cannot be looked into.
-    missing = list(_missing_names()) or list(_missing_parts())
-    if missing:
-        raise KitchenSolError(
-            NODE, f"this ComfyUI lacks {', '.join(missing)}.", "Update ComfyUI to 0.27 or newer."
-        )
-
-
-def _missing_names() -> Iterator[str]:
-    for name in NAMES:
-        try:
-            pkgutil.resolve_name(name)
-        except (ImportError, AttributeError):
-            yield name
+    refuse(NODE, list(missing_names(NAMES)) or list(_missing_parts()))
 
 
 def _missing_parts() -> Iterator[str]:
-    for name, parameter in PARAMETERS:
-        if parameter not in inspect.signature(pkgutil.resolve_name(name)).parameters:
-            yield f"{name}({parameter}=...)"
+    yield from missing_parameters(PARAMETERS)
     if INT8_FORMAT not in pkgutil.resolve_name("comfy.quant_ops.QUANT_ALGOS"):
         yield f"the weight format {INT8_FORMAT} (comfy.quant_ops.QUANT_ALGOS)"
     linear = pkgutil.resolve_name("comfy.ops.mixed_precision_ops")().Linear

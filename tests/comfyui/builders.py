@@ -5,10 +5,8 @@ ComfyUI must be importable (inprocess.start()) before a function here is called.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,12 +14,14 @@ from typing import Any
 import torch
 
 from .lora import layer_shapes, write_lora
-from .weights import fill
+from .more_families import MORE_FAMILIES
+from .tiny_model import TinyModel, state_dict_template, write_model
 
 __all__ = [
     "FAMILIES",
     "TinyModel",
     "layer_shapes",
+    "state_dict_template",
     "supported_families",
     "write_flux",
     "write_h3",
@@ -30,82 +30,6 @@ __all__ = [
     "write_vace",
     "write_wan",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class TinyModel:
-    """A model file and what it takes to sample it.
-
-    path: the safetensors file.
-    config: constructor arguments of the diffusion model.
-    dtype: dtype of the block matrices in the file.
-    latent_node: class name of the node that makes its empty latent, and `latent_inputs` for it
-        (pixels and frames); `latent_module` is where ComfyUI defines that node.
-    latent_shapes: shapes of the latents these inputs give: one [B,C,H,W] or [B,C,T,H,W], and
-        for audio-video models a second one [B,C,2,T].
-    context_shape: (tokens, width) of the text conditioning.
-    pooled_width: width of `pooled_output`, 0 where the model takes none.
-    """
-
-    family: str
-    path: Path
-    config: Mapping[str, Any]
-    dtype: torch.dtype
-    latent_node: str
-    latent_module: str
-    latent_inputs: Mapping[str, int]
-    latent_shapes: tuple[tuple[int, ...], ...]
-    context_shape: tuple[int, int]
-    pooled_width: int = 0
-
-
-def state_dict_template(
-    model_class: Callable[..., torch.nn.Module], config: Mapping[str, Any], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Meta tensors with the names, shapes and dtypes of a model's state dict, which costs no memory.
-
-    The model class decides which layers stay in fp32.
-    """
-    import comfy.memory_management
-    import comfy.ops
-
-    # With dynamic VRAM core's layers have no weights until a state dict is loaded.
-    dynamic, comfy.memory_management.aimdo_enabled = comfy.memory_management.aimdo_enabled, False
-    try:
-        module = model_class(
-            **copy.deepcopy(dict(config)),  # some constructors empty the lists they are given
-            dtype=dtype,
-            device="meta",
-            operations=comfy.ops.disable_weight_init,
-        )
-        return module.state_dict()
-    finally:
-        comfy.memory_management.aimdo_enabled = dynamic
-
-
-def _write(
-    family: str,
-    folder: Path,
-    model_class: Callable[..., torch.nn.Module],
-    config: dict[str, Any],
-    *,
-    dtype: torch.dtype,
-    seed: int,
-    name: str | None,
-    adjust: Callable[[dict[str, torch.Tensor]], None] | None = None,
-    **sampling: Any,
-) -> TinyModel:
-    from safetensors.torch import save_file
-
-    is_fp8 = dtype.itemsize == 1
-    template = state_dict_template(model_class, config, torch.bfloat16 if is_fp8 else dtype)
-    weights = fill(template, seed, matrix_dtype=dtype if is_fp8 else None)
-    if adjust is not None:
-        adjust(weights)
-    path = Path(folder) / (name or f"{family}.safetensors")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(weights, str(path))
-    return TinyModel(family=family, path=path, config=MappingProxyType(dict(config)), dtype=dtype, **sampling)
 
 
 def _wan_config(overrides: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +69,9 @@ def write_wan(
     from comfy.ldm.wan.model import WanModel
 
     config = {"model_type": "t2v", **_wan_config(overrides)}
-    return _write("wan", folder, WanModel, config, dtype=dtype, seed=seed, name=name, **_wan_sampling(config))
+    return write_model(
+        "wan", folder, WanModel, config, dtype=dtype, seed=seed, name=name, **_wan_sampling(config)
+    )
 
 
 def write_vace(
@@ -160,7 +86,7 @@ def write_vace(
     from comfy.ldm.wan.model import VaceWanModel
 
     config = _wan_config({"vace_layers": 1, "vace_in_dim": 96, **overrides})
-    return _write(
+    return write_model(
         "vace", folder, VaceWanModel, config, dtype=dtype, seed=seed, name=name, **_wan_sampling(config)
     )
 
@@ -192,7 +118,7 @@ def write_h3(
         count = config["rope_inv_freq_len"]
         weights["rope.inv_freq"] = 10000.0 ** (-torch.arange(count, dtype=torch.float32) / count)
 
-    return _write(
+    return write_model(
         "h3",
         folder,
         MiniMaxH3Model,
@@ -226,7 +152,7 @@ def write_flux(
         axes_dim=[16, 56, 56], theta=10000, qkv_bias=True, guidance_embed=False, txt_ids_dims=[],
     )  # fmt: skip
     config.update(overrides)
-    return _write(
+    return write_model(
         "flux",
         folder,
         Flux,
@@ -268,7 +194,7 @@ def write_sdxl(
         use_linear_in_transformer=True, legacy=False,
     )  # fmt: skip
     config.update(overrides)
-    return _write(
+    return write_model(
         "sdxl",
         folder,
         UNetModel,
@@ -291,6 +217,7 @@ FAMILIES: dict[str, Callable[..., TinyModel]] = {
     "h3": write_h3,
     "flux": write_flux,
     "sdxl": write_sdxl,
+    **MORE_FAMILIES,
 }
 
 

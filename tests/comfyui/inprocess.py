@@ -215,7 +215,7 @@ def conditioning(tiny: TinyModel, seed: int = 3, hooks: Any = None) -> list[list
 
     from .testnodes.data import make_conditioning
 
-    cond = make_conditioning(*tiny.context_shape, tiny.pooled_width, seed)
+    cond = make_conditioning(*tiny.context_shape, tiny.pooled_width, seed, tiny.attention_mask)
     return comfy.hooks.set_hooks_for_conditioning(cond, hooks)
 
 

@@ -1,0 +1,186 @@
+"""The one verb of this package: patch the attention of a model that flows through a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import comfy.samplers
+import torch
+
+from ..errors import KitchenSolError
+from . import report
+from .config import NODE, SolConfig
+from .dense import BACKENDS
+from .devices import sm_of
+from .drawing import draw_schedule, no_drawing
+from .layers import LayerSet, gives_block_index, main_lists, parse_layers
+from .layouts import layout_for
+from .override import SolOverride, describe
+from .providers import PROVIDERS, auto_order, kv_splits_for
+from .providers.base import Provider, SolOptions
+from .report import ModelFacts
+from .routing import Router
+from .sampling import OVERRIDE, Model, Session, Show, watch
+from .schedule import Schedule, make_schedule
+from .sinks import SinkRule, sink_rule
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+# The scheduler for which the picture is drawn; which one samples is not known when the node runs.
+_DRAWN_SCHEDULER = "simple"
+
+
+def patch_attention(
+    source: ModelPatcher, config: SolConfig, show: Show
+) -> tuple[ModelPatcher, str, torch.Tensor]:
+    """Returns a patcher whose self-attention is sparse where that is right, the report and the drawing.
+
+    The source is not changed. Where the node was applied before, the later settings take the place of the
+    earlier ones.
+
+    Args:
+        source: a patcher around a diffusion transformer; others pass through with a remark.
+        show: puts text on the node, now and whenever the result is sampled.
+
+    Returns:
+        The patcher, the report, and the schedule as IMAGE [1, H, W, 3].
+
+    Raises:
+        KitchenSolError: a setting cannot be met; nothing has been changed.
+    """
+    diffusion_model = getattr(source.model, "diffusion_model", None)
+    lists = main_lists(diffusion_model) if isinstance(diffusion_model, torch.nn.Module) else ()
+    schedule = _drawn_schedule(source, config)
+    image, drawing_remark = _draw(schedule, config)
+    patcher = source.clone()
+    if not lists:
+        text = "passed through unchanged: this model has no transformer blocks that Sol knows (a UNet?)"
+        return patcher, text, image
+    device = source.load_device
+    providers, absent = _providers(config, device)
+    _require_backend(config, device)
+    layout = layout_for(diffusion_model)
+    rule = sink_rule(config, layout is not None and layout.queries)
+    facts = ModelFacts(lists, "" if layout is None else layout.family)
+    dense_layers = parse_layers(config.dense_layers, sum(count for _, count in lists))
+    model = Model(facts, layout, gives_block_index(diffusion_model), dense_layers, rule)
+
+    transformer_options = patcher.model_options.setdefault("transformer_options", {})
+    earlier = transformer_options.get(OVERRIDE)
+    if isinstance(earlier, SolOverride):
+        earlier = earlier.earlier
+    session = Session(config, model, show)
+    override = SolOverride(config, Router(providers, config.min_tokens), earlier, session.tally)
+    transformer_options[OVERRIDE] = override
+    watch(patcher, session, override)
+
+    kernels = _names(providers) or "nothing, no Sol kernel can run here"
+    layers = sum(count for _, count in lists)
+    head = [
+        f"sparse: {kernels}; dense: {_dense_name(config, earlier)}",
+        report.schedule_line(schedule) + f", if sampled with {config.steps} steps ({_DRAWN_SCHEDULER})",
+        f"layers: {layers} ({facts.text()}); always dense: {_dense_layers(dense_layers)}",
+        _sinks_text(rule, facts),
+    ]
+    remarks = [*_remarks(config, dense_layers, earlier), *drawing_remark]
+    return patcher, report.assemble(head, remarks, list(report.missing_lines(absent))), image
+
+
+def _providers(config: SolConfig, device: torch.device) -> tuple[list[Provider], dict[str, str]]:
+    """The kernels to try on a device, in order, and why others are not here.
+
+    Raises:
+        KitchenSolError: the kernel that the user chose cannot run here, or lacks an option that was set.
+    """
+    sm = sm_of(device)
+    if config.provider == "auto":
+        tried = [PROVIDERS[name] for name in auto_order(sm)]
+        absent = {p.name: why for p in tried if (why := p.missing(device) or _unsupported(p, config, sm))}
+        return [provider for provider in tried if provider.name not in absent], absent
+    provider = PROVIDERS[config.provider]
+    if why := provider.missing(device):
+        raise KitchenSolError(
+            NODE,
+            f"provider {provider.name} cannot run on {device}: {why}.",
+            "Choose auto or another provider.",
+        )
+    if why := _unsupported(provider, config, sm):
+        raise KitchenSolError(
+            NODE,
+            f"provider {provider.name} lacks what was asked: {why}.",
+            "Set it back, or choose another provider.",
+        )
+    return [provider], {}
+
+
+def _unsupported(provider: Provider, config: SolConfig, sm: tuple[int, int] | None) -> str:
+    splits = 1 if config.kv_splits == "auto" else kv_splits_for(config.kv_splits, sm, 0)
+    # The scale is the model's; any stands for it.
+    asked = SolOptions(config.tau, 1.0, config.thresh_type, splits, config.token_aug)
+    return provider.unsupported(asked)
+
+
+def _require_backend(config: SolConfig, device: torch.device) -> None:
+    backend = BACKENDS.get(config.dense_backend)
+    if backend is not None and (why := backend.missing(device)):
+        raise KitchenSolError(
+            NODE, f"dense_backend {backend.name} cannot run on {device}: {why}.", "Choose fa or current."
+        )
+
+
+def _remarks(config: SolConfig, dense_layers: LayerSet, earlier: Any) -> Iterator[str]:
+    if dense_layers.remark:
+        yield f"note: {dense_layers.remark}"
+    if earlier is not None and config.dense_backend != "current":
+        yield (
+            f"note: the model carries the attention override {describe(earlier)} from before this node; it is"
+            f" not used, because dense_backend is {config.dense_backend} (current would use it)"
+        )
+    if config.sinks == "off" and config.sink_tokens:
+        yield "note: sinks is off, so sink_start and sink_tokens have no effect"
+    if config.curve == "constant" and config.tau_end != SolConfig.tau_end:
+        yield "note: curve is constant, so tau_end has no effect"
+    if config.dense_steps >= 0 and config.dense_percent != SolConfig.dense_percent:
+        yield "note: dense_steps is set, so dense_percent has no effect"
+
+
+def _drawn_schedule(source: ModelPatcher, config: SolConfig) -> Schedule:
+    sampling = source.get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, _DRAWN_SCHEDULER, config.steps)
+    return make_schedule(config, sigmas.tolist(), sampling.percent_to_sigma)
+
+
+def _draw(schedule: Schedule, config: SolConfig) -> tuple[torch.Tensor, list[str]]:
+    try:
+        title = f"{config.steps} steps, scheduler {_DRAWN_SCHEDULER}, curve {config.curve}"
+        return draw_schedule(schedule.steps, title), []
+    except ImportError as error:
+        return no_drawing(), [f"note: the schedule was not drawn, matplotlib does not work here ({error})"]
+
+
+def _names(providers: Sequence[Provider]) -> str:
+    return ", else ".join(provider.name for provider in providers)
+
+
+def _dense_name(config: SolConfig, earlier: Any) -> str:
+    if config.dense_backend != "current":
+        return config.dense_backend
+    return f"current ({describe(earlier)})" if earlier is not None else "current (the model's own)"
+
+
+def _dense_layers(layers: LayerSet) -> str:
+    return ", ".join(map(str, sorted(layers.layers))) or "none"
+
+
+def _sinks_text(rule: SinkRule, facts: ModelFacts) -> str:
+    if not rule.keys:
+        return "sinks: off"
+    kind = "keys and queries" if rule.queries else "keys"
+    if rule.by_hand is not None:
+        start, stop = rule.by_hand
+        return f"sinks: rows {start}-{stop - 1} by hand, exact as {kind}"
+    if not facts.family:
+        return "sinks: none, this model has no text rows that the pack knows"
+    return f"sinks: the text rows of {facts.family}, exact as {kind}"

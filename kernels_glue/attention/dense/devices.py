@@ -1,0 +1,34 @@
+"""What the dense backends ask about tensors and errors."""
+
+from __future__ import annotations
+
+import torch
+
+# Kernels that count elements in 32 bits wrap around from here on.
+INT32_REACH = 2**31
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Number of elements from the first to the last of a view, the gaps between them included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum(
+        (size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def within_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied without gaps if offsets into it do not fit 32 bits.
+
+    A row of H3's fused qkv has 21504 elements, so a view of its v is out of reach after 99,865 rows.
+    """
+    return tensor if extent(tensor) < INT32_REACH else tensor.contiguous()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Says nothing about a kernel: with more memory it would have run."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

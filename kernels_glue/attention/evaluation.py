@@ -1,0 +1,66 @@
+"""What is known while the model is evaluated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from .call import AttentionCall
+from .layers import LayerCounter, LayerSet
+from .routing import Place
+from .schedule import Step
+from .sinks import SinkRule, Sinks
+
+# Keys in transformer_options: of the evaluation, and of the step that it belongs to.
+EVALUATION = "kitchen_sol_evaluation"
+STEP = "kitchen_sol_step"
+
+
+@dataclass
+class Evaluation:
+    """One call of the diffusion model.
+
+    Attributes:
+        step: where it stands in the sampling.
+        dense_layers: layers that are always dense.
+        counter: counts the layers of this evaluation.
+        rule: what is exact in the sequence.
+        text_rows: gives the rows [start, stop) of conditioning tokens in a sequence of so many tokens.
+        text_tokens: length of the conditioning, where sequences of that length are text alone; 0 where the
+            model itself says which block runs.
+        paused: an override from before this patch computes a call that is to be dense. If it passes on to an
+            earlier application of the node, that one must not take it for a call of the model.
+    """
+
+    step: Step
+    dense_layers: LayerSet
+    counter: LayerCounter
+    rule: SinkRule
+    text_rows: Callable[[int], tuple[int, int]]
+    text_tokens: int
+    paused: bool = False
+    _sinks: dict[int, Sinks] = field(default_factory=dict)
+
+    def place(self, transformer_options: Mapping[str, Any], call: AttentionCall) -> Place:
+        """Where a call stands; cross-attention and text blocks are in no layer and do not count as one."""
+        layer = None
+        if call.is_self_attention and call.tokens != self.text_tokens:
+            layer = self.counter.layer_of(transformer_options, call.heads, call.head_dim)
+        return Place(layer, layer is not None and layer in self.dense_layers, self.step)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `paused`."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def sinks(self, tokens: int) -> Sinks:
+        """The exact rows of a sequence of a main block, the same for all blocks of the evaluation."""
+        if tokens not in self._sinks:
+            self._sinks[tokens] = self.rule.rows(tokens, lambda: self.text_rows(tokens))
+        return self._sinks[tokens]

@@ -1,0 +1,67 @@
+"""Optional packages: imported when first needed, and never an exception when one is absent or broken."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import sys
+from types import ModuleType
+
+TRITON_FLOOR = (3, 6)
+# Looking for a package that is not there walks the whole search path: too slow for every call.
+_absent: set[str] = set()
+
+
+def load(module: str) -> tuple[ModuleType | None, str]:
+    """Imports a module by its full name.
+
+    Returns:
+        (module, ""); or (None, ""): not installed; or (None, why): installed, but it cannot be imported.
+    """
+    if (loaded := sys.modules.get(module)) is not None:
+        return loaded, ""
+    if module in _absent:
+        return None, ""
+    try:
+        return importlib.import_module(module), ""
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            if error.name not in sys.modules:  # None there blocks an import for as long as it stands
+                _absent.add(module)
+            return None, ""
+        return None, f"{module} is installed, but needs the package {error.name}, which is not"
+    except Exception as error:
+        return None, f"{module} is installed, but broken ({_one_line(error)})"
+
+
+def triton_problem() -> str:
+    """Why the Triton that is here cannot compile the Sol kernels, with the way out; empty if it can."""
+    floor = ".".join(map(str, TRITON_FLOOR))
+    package = "triton-windows" if sys.platform == "win32" else "triton"
+    command = pip(f'install -U "{package}>={floor}"')
+    remedy = f"run: {command} and restart ComfyUI"
+    triton, problem = load("triton")
+    if triton is None:
+        return f"{problem or 'Triton is not installed'}; {remedy}"
+    version = str(getattr(triton, "__version__", "of unknown version"))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < TRITON_FLOOR:
+        return f"Triton {version} is too old for the Sol kernels, which need {floor}; {remedy}"
+    return ""
+
+
+def version_of(distribution: str) -> str:
+    """The installed version of a distribution, for a message."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def pip(arguments: str) -> str:
+    """The command line that runs pip for this interpreter."""
+    return f'"{sys.executable}" -m pip {arguments}'
+
+
+def _one_line(error: Exception) -> str:
+    return next(iter(f"{type(error).__name__}: {error}".splitlines()))

@@ -1,0 +1,67 @@
+"""What the kernels ask of q, k and v: shape, dtype, strides. Copies only what breaks a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from .base import SolOptions
+
+HEAD_DIM = 128
+_ALIGNMENT = 16  # bytes that the kernels load at once
+
+
+def misfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: Collection[torch.dtype]) -> str:
+    """What the Sol kernels cannot take about [B, T, H, D] tensors, as in "head_dim 64, not 128"; or empty."""
+    if not q.shape == k.shape == v.shape:
+        return "q, k and v of different shapes"
+    if q.shape[-1] != HEAD_DIM:
+        return f"head_dim {q.shape[-1]}, not {HEAD_DIM}"
+    if not q.dtype == k.dtype == v.dtype:
+        return "q, k and v of different dtypes"
+    if q.dtype not in dtypes:
+        return f"{_name(q.dtype)}, not {' or '.join(_name(d) for d in dtypes)}"
+    return ""
+
+
+def past_32_bits(q: torch.Tensor, padding: int, batch: int = 1) -> str:
+    """Why offsets into [batch, T, H, D] elements, T padded to a multiple, do not fit 32 bits; or empty."""
+    _, tokens, heads, head_dim = q.shape
+    padded = -(-tokens // padding) * padding
+    if batch * padded * heads * head_dim < 2**31:
+        return ""
+    return f"{tokens} tokens of {heads} x {head_dim}, past its 32-bit offsets"
+
+
+def dense_last_dim(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its last dimension is contiguous, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if every row starts on 16 bytes and is contiguous, else a contiguous copy."""
+    step = _ALIGNMENT // tensor.element_size()
+    rows_fit = all(
+        size == 1 or stride % step == 0
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    if tensor.stride(-1) == 1 and rows_fit and tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    # Not .contiguous(): a contiguous tensor with a crooked storage offset would come back as it is.
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is contiguous and starts on 16 bytes, else a contiguous copy."""
+    return aligned(tensor.contiguous())
+
+
+def sink_tokens(options: SolOptions) -> tuple[int, int | None]:
+    """(sink_tokens, sink_start) as the paper's kernels take them; a start of None would mean the end."""
+    start, stop = options.sink_keys
+    return (stop - start, start) if stop > start else (0, None)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,142 @@
+"""Whether a call goes sparse, and if not, why: decided without touching a value of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .call import AttentionCall
+from .providers.base import Provider, SolOptions
+from .schedule import Step
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a call is dense.
+
+    Attributes:
+        text: as it is counted and shown.
+        expected: it follows from the settings or from what the call is; `strict` lets it pass.
+    """
+
+    text: str
+    expected: bool = False
+
+
+OUTSIDE = Reason("text block or outside of the blocks", expected=True)
+CROSS = Reason("cross-attention", expected=True)
+FIRST_STEPS = Reason("dense step", expected=True)
+DENSE_LAYER = Reason("dense layer", expected=True)
+GROUPED = Reason("grouped heads")
+MASKED = Reason("mask")
+CAUSAL = Reason("causal")
+EXACT = Reason("the model asks for full precision")
+
+
+def too_short(least: int) -> Reason:
+    return Reason(f"fewer than {least} tokens", expected=True)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the model and in the sampling a call is made.
+
+    Attributes:
+        layer: index over the model's main blocks, or None for a call that is in none of them.
+        dense_layer: the settings keep this layer dense.
+        step: step of the sampling.
+    """
+
+    layer: int | None
+    dense_layer: bool
+    step: Step
+
+
+def why_dense(call: AttentionCall, place: Place | None) -> Reason | None:
+    """What keeps a call dense whichever kernels are here; None if nothing does.
+
+    Args:
+        place: None for a call outside of an evaluation of the model.
+    """
+    if place is None:
+        return OUTSIDE
+    if not call.is_self_attention:
+        same_but_heads = call.q.shape[2:] == call.k.shape[2:]
+        return GROUPED if call.enable_gqa and same_but_heads else CROSS
+    if place.layer is None:
+        return OUTSIDE
+    checks = (
+        (call.mask is not None, MASKED),
+        (call.causal, CAUSAL),
+        (call.exact, EXACT),
+        (place.step.dense, FIRST_STEPS),
+        (place.dense_layer, DENSE_LAYER),
+    )
+    return next((reason for holds, reason in checks if holds), None)
+
+
+class Router:
+    """Chooses the Sol kernel of a call.
+
+    Args:
+        providers: the kernels to try, in order.
+        min_tokens: shortest sequence that is sparse; 0 goes by provider.
+    """
+
+    def __init__(self, providers: Sequence[Provider], min_tokens: int):
+        self._providers = tuple(providers)
+        self._min_tokens = min_tokens
+        self._missing: dict[tuple[str, torch.device], str] = {}
+        self._failed: dict[str, str] = {}
+        self._refusals: dict[Hashable, str] = {}
+
+    def choose(
+        self, call: AttentionCall, options: Callable[[Provider], SolOptions]
+    ) -> tuple[Provider, SolOptions] | Reason:
+        """The first kernel that can run a call that nothing else keeps dense, or why there is none."""
+        q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
+        reasons: list[Reason] = []
+        for provider in self._providers:
+            if self.missing(provider, q.device):
+                continue
+            least = self._min_tokens or provider.min_tokens
+            if call.tokens < least:
+                reasons.append(too_short(least))
+                continue
+            asked = options(provider)
+            refusal = self._refusal(provider, asked, q, k, v)
+            if not refusal:
+                return provider, asked
+            reasons.append(Reason(f"{provider.name}: {refusal}"))
+        return reasons[0] if reasons else Reason(f"no Sol kernel for {q.device.type}")
+
+    def _refusal(
+        self, provider: Provider, asked: SolOptions, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> str:
+        """Why a kernel cannot run a call; asked once for each kind of call, of which a model has few."""
+        key = (provider.name, asked, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
+        if key not in self._refusals:
+            self._refusals[key] = provider.unsupported(asked) or provider.unfit(q, k, v)
+        return self._refusals[key]
+
+    def missing(self, provider: Provider, device: torch.device) -> str:
+        """Why a kernel is out of the question on a device; asked once."""
+        if provider.name in self._failed:
+            return self._failed[provider.name]
+        key = (provider.name, device)
+        if key not in self._missing:
+            self._missing[key] = provider.missing(device)
+        return self._missing[key]
+
+    def give_up(self, provider: Provider, why: str) -> None:
+        """Leaves a kernel alone that raised, for as long as this patch lives."""
+        self._failed[provider.name] = why
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Kernels that raised, and what they said."""
+        return dict(self._failed)

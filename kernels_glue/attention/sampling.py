@@ -1,0 +1,187 @@
+"""Follows a sampling: which step it is, which evaluation, and what to show when it is over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ..errors import KitchenSolError
+from . import report
+from .config import NODE, SolConfig
+from .evaluation import EVALUATION, STEP, Evaluation
+from .layers import LayerCounter, LayerSet
+from .layouts import Layout, ModelInputs
+from .override import SolOverride, describe
+from .report import ModelFacts
+from .schedule import Schedule, Step, make_schedule
+from .sinks import SinkRule
+from .tally import Tally
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+Show = Callable[[str], None]
+
+KEY = "kitchen_sol_attention"
+OVERRIDE = "optimized_attention_override"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the patch knows of the model: names and numbers, no modules.
+
+    Attributes:
+        facts: what the report says about it.
+        layout: where its text rows are; None if the table has no entry or there are none.
+        gives_block_index: its blocks tell their index.
+        dense_layers: layers that are always dense.
+        rule: what is exact in its sequences.
+    """
+
+    facts: ModelFacts
+    layout: Layout | None
+    gives_block_index: bool
+    dense_layers: LayerSet
+    rule: SinkRule
+
+
+class Session:
+    """The samplings of one patch, one after the other.
+
+    Callbacks and wrappers hold this object; its clones share it, as they share the override.
+    """
+
+    def __init__(self, config: SolConfig, model: Model, show: Show):
+        self._config = config
+        self._model = model
+        self._show = show
+        self._running: set[int] = set()
+        self._schedule: tuple[Any, Schedule] | None = None
+        self._tally = Tally()
+
+    def tally(self) -> Tally:
+        return self._tally
+
+    # --- callbacks of core: they reach every patcher, also the second one of a guider for two models ----
+
+    def begin(self, patcher: ModelPatcher, *_: Any) -> None:
+        """ON_PRE_RUN."""
+        if id(patcher) in self._running or not self._running:
+            # The first of this sampling, or one whose last sampling never came to its end.
+            self._running = set()
+            self._schedule = None
+            self._tally = Tally()
+        self._running.add(id(patcher))
+
+    def prepare(self, patcher: ModelPatcher, timestep: torch.Tensor, model_options: dict[str, Any]) -> None:
+        """ON_PREPARE_STATE: once for all conditions of an evaluation, so that a GPU is waited for once."""
+        self._tally.announced += 1
+        options = model_options.setdefault("transformer_options", {})
+        # With its owner: the two models of a guider share these options.
+        options[STEP] = self, self._step(patcher.get_model_object("model_sampling"), timestep, options)
+
+    def end(self, patcher: ModelPatcher, *_: Any) -> None:
+        """ON_CLEANUP."""
+        self._running.discard(id(patcher))
+        if not self._running:
+            self._tell()
+
+    # --- the model ------------------------------------------------------------------------------
+
+    def apply_model(
+        self,
+        override: SolOverride,
+        executor: Any,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        c_concat: Any = None,
+        c_crossattn: Any = None,
+        control: Any = None,
+        transformer_options: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Wrapper of core's apply_model: one evaluation begins and ends here."""
+        transformer_options = dict(transformer_options or {})
+        base = executor.class_obj
+        owner, step = transformer_options.get(STEP) or (None, None)
+        if owner is not self:
+            step = self._step(base.model_sampling, t, transformer_options)
+        inputs = ModelInputs(base.diffusion_model, x, c_crossattn, kwargs)
+        transformer_options[EVALUATION] = self._evaluation(step, inputs)
+        found = transformer_options.get(OVERRIDE)
+        before = self._tally.calls
+        self._tally.begun += 1
+        if found is not override:
+            self._tally.replaced_by = describe(found) if found is not None else "a patch that takes it out"
+        out = executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        self._tally.done += 1
+        if found is not override and self._config.strict and self._tally.calls == before:
+            raise KitchenSolError(
+                NODE,
+                f"strict is on, and {self._tally.replaced_by} was set after this node and takes all attention"
+                " calls.",
+                "Put this node behind the one that sets it, or turn strict off.",
+            )
+        return out
+
+    def _evaluation(self, step: Step, inputs: ModelInputs) -> Evaluation:
+        model = self._model
+        context = inputs.context
+        by_order = not model.gives_block_index and isinstance(context, torch.Tensor)
+        return Evaluation(
+            step,
+            model.dense_layers,
+            LayerCounter(model.facts.lists, model.gives_block_index),
+            model.rule,
+            partial(_text_rows, model.layout, inputs),
+            context.shape[1] if by_order else 0,
+        )
+
+    def _step(self, model_sampling: Any, timestep: torch.Tensor, options: dict[str, Any]) -> Step:
+        sigmas = options.get("sample_sigmas")
+        if self._schedule is None or self._schedule[0] is not sigmas:
+            values = [] if sigmas is None else sigmas.tolist()
+            self._schedule = (sigmas, make_schedule(self._config, values, model_sampling.percent_to_sigma))
+        return self._schedule[1].step(float(timestep.flatten()[0]))
+
+    # --- what is shown --------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        tally = self._tally
+        lines = list(report.counts_lines(tally))
+        if self._schedule is not None and self._schedule[1].sigmas:
+            lines.append(report.schedule_line(self._schedule[1]))
+        if tally.replaced_by:
+            lines.insert(0, report.replaced_line(tally))
+        elif unheard := report.unheard_line(tally):
+            lines.insert(0, unheard)
+        lines += tally.remarks
+        details = list(report.detail_lines(tally, self._model.facts.family))
+        warned = any(line.startswith("WARNING") for line in lines)
+        logging.log(
+            logging.WARNING if warned else logging.INFO, "%s: %s", NODE, report.log_line(lines + details)
+        )
+        self._show(report.assemble(lines, details))
+
+
+def _text_rows(layout: Layout | None, inputs: ModelInputs, tokens: int) -> tuple[int, int]:
+    return (0, 0) if layout is None else layout.text_rows(tokens, inputs)
+
+
+def watch(patcher: ModelPatcher, session: Session, override: SolOverride) -> None:
+    """Installs a session on a patcher, in place of that of an earlier application of the node."""
+    for moment, callback in (
+        (CallbacksMP.ON_PRE_RUN, session.begin),
+        (CallbacksMP.ON_PREPARE_STATE, session.prepare),
+        (CallbacksMP.ON_CLEANUP, session.end),
+    ):
+        patcher.remove_callbacks_with_key(moment, KEY)
+        patcher.add_callback_with_key(moment, KEY, callback)
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, partial(session.apply_model, override))
