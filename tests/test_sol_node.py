@@ -17,6 +17,8 @@ from comfyui.builders import TinyModel
 from int8_node import difference
 from sol_node import FAMILIES, LONG, SHORT, patch, sdpa, spy_on, tally_of, with_override
 
+pytestmark = pytest.mark.core
+
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 BLOCK = 64
 
@@ -46,21 +48,55 @@ def sample(comfy: ModuleType, patcher: Any, model: TinyModel, **options: Any) ->
     return comfy.sample(patcher, model, **{"steps": STEPS, **SHORT[model.family], **options})
 
 
-def text_rows(model: TinyModel) -> int:
+def text_rows(model: TinyModel, latent: dict[str, dict[str, int]] = SHORT) -> int:
     """Rows before the picture: Flux has the text there, H3 text and audio, Wan nothing."""
-    audio = 2 * comfy_audio_length() if model.family == "h3" else 0
+    audio = 2 * audio_length(latent) if model.family == "h3" else 0
     return {"wan": 0, "h3": model.context_shape[0] + audio, "flux": model.context_shape[0]}[model.family]
 
 
-def comfy_audio_length() -> int:
-    """Audio frames of SHORT["h3"]: core makes the latent, and its second part is [B, C, 2, T]."""
+def audio_length(latent: dict[str, dict[str, int]]) -> int:
+    """Audio frames of H3: core makes the latent, and its second part is [B, C, 2, T]."""
     from comfy_extras.nodes_minimax_h3 import EmptyMiniMaxH3LatentAV
 
-    latent = inprocess.run_node(EmptyMiniMaxH3LatentAV, **SHORT["h3"])[0]["samples"]
-    return latent.unbind()[1].shape[-1]
+    made = inprocess.run_node(EmptyMiniMaxH3LatentAV, **latent["h3"])[0]["samples"]
+    return made.unbind()[1].shape[-1]
 
 
-@pytest.mark.core
+class Substitution:
+    """An override of the test's own: dense, but for the calls that must be sparse.
+
+    Args:
+        dense_steps, dense_layers: what stays dense.
+        latent: pixels and frames that are sampled.
+    """
+
+    def __init__(
+        self,
+        model: TinyModel,
+        dense_steps: int,
+        dense_layers: set[int],
+        latent: dict[str, dict[str, int]] = SHORT,
+    ):
+        self.order = CALLS[model.family]
+        self.dense_steps, self.dense_layers = dense_steps, dense_layers
+        self.keys = (0, text_rows(model, latent))
+        self.queries = self.keys if model.family == "h3" else (0, 0)
+        self.calls = 0
+
+    def __call__(
+        self, func: Any, q: Any, k: Any, v: Any, heads: int, mask: Any = None, **options: Any
+    ) -> torch.Tensor:
+        step, position = divmod(self.calls, len(self.order))
+        self.calls += 1
+        layer = self.order[position]
+        if layer is None or layer in self.dense_layers or step < self.dense_steps:
+            return sdpa(func, q, k, v, heads, mask, **options)
+        flat = not options.get("skip_reshape")
+        q, k, v = (t.view(*t.shape[:2], heads, -1) if flat else t.transpose(1, 2) for t in (q, k, v))
+        out = reference.sol_rowwise(q, k, v, tau=1.0, sink_keys=self.keys, sink_queries=self.queries).out
+        return out.flatten(2)
+
+
 def test_tau_far_below_is_dense_everywhere(
     comfy: ModuleType, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +110,6 @@ def test_tau_far_below_is_dense_everywhere(
     assert spy.count == STEPS * len(layers)
 
 
-@pytest.mark.core
 def test_all_steps_dense_is_the_dense_backend_bit_for_bit(
     comfy: ModuleType, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,24 +143,8 @@ def test_sparse_calls_are_those_that_steps_and_layers_predict(
     count = max(layer for layer in order if layer is not None) + 1
     dense = {layer % count for layer in dense_layers}
     rows = text_rows(model)
-    queries = (0, rows) if model.family == "h3" else (0, 0)
     source = comfy.load_unet(model.path)
-
-    def substituted(func: Any, q: Any, k: Any, v: Any, heads: int, mask: Any = None, **options: Any) -> Any:
-        """Dense, but for the calls that must be sparse."""
-        number = substituted.calls
-        substituted.calls += 1
-        step, position = divmod(number, len(order))
-        if order[position] is None or order[position] in dense or step < dense_steps:
-            return sdpa(func, q, k, v, heads, mask, **options)
-        flat = not options.get("skip_reshape")
-        q, k, v = (
-            t.view(t.shape[0], t.shape[1], heads, -1) if flat else t.transpose(1, 2) for t in (q, k, v)
-        )
-        out = reference.sol_rowwise(q, k, v, tau=1.0, sink_keys=(0, rows), sink_queries=queries).out
-        return out.flatten(2)
-
-    substituted.calls = 0
+    substituted = Substitution(model, dense_steps, dense)
     expected = sample(comfy, with_override(source, substituted), model)
     assert substituted.calls == STEPS * len(order)
 
@@ -137,7 +156,7 @@ def test_sparse_calls_are_those_that_steps_and_layers_predict(
     assert difference(out, expected) < 1e-3
     assert difference(out, sample(comfy, source, model)) > 2e-3
     for _, options in spy.calls:
-        assert (options.sink_keys, options.sink_queries) == ((0, rows) if rows else (0, 0), queries)
+        assert (options.sink_keys, options.sink_queries) == ((0, rows), substituted.queries)
     # The node's own counters agree with the spy, and name every dense call.
     tally = tally_of(patched)
     assert tally.sparse.total() == spy.count
@@ -149,10 +168,11 @@ def test_sparse_differs_from_dense_by_what_it_leaves_out(comfy: ModuleType, mode
     long = {**LONG[model.family], "steps": 2}
     plain = sample(comfy, source, model, **long)
     out = sample(comfy, patch(comfy, source, dense_percent=0, dense_layers="")[0], model, **long)
+    expected = sample(comfy, with_override(source, Substitution(model, 0, set(), LONG)), model, **long)
     assert 1e-2 < difference(out, plain) < 0.5
+    assert difference(out, expected) < 1e-3
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpm_2", "dpmpp_sde", "dpmpp_2m"])
 def test_every_evaluation_of_a_sampler_goes_by_its_own_sigma(
     comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch, sampler: str
@@ -189,7 +209,6 @@ def test_tau_follows_its_curve_over_the_sparse_steps(
     assert [options.tau for _, options in spy.calls] == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
-@pytest.mark.core
 def test_both_halves_of_a_batch_are_sparse(
     comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +223,6 @@ def test_both_halves_of_a_batch_are_sparse(
     assert difference(out, comfy.sample(source, model, **options)) < 1e-3
 
 
-@pytest.mark.core
 def test_h3_evaluates_its_texts_apart_and_counts_its_layers_anew(
     comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,8 +28,8 @@ Attention = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Dense:
-    """A dense call, as the model made it.
+class _Request:
+    """A call as the model made it.
 
     Attributes:
         func: the attention function that the model would have used.
@@ -73,23 +73,23 @@ class SolOverride:
         """
         tally = self._tally()
         call = read_call(*args, **kwargs)
-        dense = _Dense(func, args, kwargs, call)
+        request = _Request(func, args, kwargs, call)
         evaluation = _evaluation(kwargs)
         if evaluation is not None and evaluation.paused:
             evaluation = None
         clock = tally.timed(call.q.device) if self.config.profile else nullcontext({})
         with clock as timed:
-            out = self._compute(dense, evaluation, tally, timed)
+            out = self._compute(request, evaluation, tally, timed)
         return out
 
     def _compute(
-        self, dense: _Dense, evaluation: Evaluation | None, tally: Tally, timed: dict[str, str]
+        self, request: _Request, evaluation: Evaluation | None, tally: Tally, timed: dict[str, str]
     ) -> torch.Tensor:
-        call = dense.call
-        place = None if evaluation is None else evaluation.place(dense.kwargs["transformer_options"], call)
+        call = request.call
+        place = None if evaluation is None else evaluation.place(request.kwargs["transformer_options"], call)
         reason = why_dense(call, place)
         if reason is None:
-            sparse = self._sparse(dense, evaluation, tally, timed)
+            sparse = self._sparse(request, evaluation, tally, timed)
             if not isinstance(sparse, Reason):
                 return call.output(sparse)
             reason = sparse
@@ -100,7 +100,7 @@ class SolOverride:
                 f" (q {tuple(call.q.shape)}, {call.q.dtype}, {call.q.device}).",
                 "Turn strict off to let such calls run dense, or change the setting that is in the way.",
             )
-        out, kernel = self._dense(dense, tally)
+        out, kernel = self._dense(request, tally)
         tally.dense[kernel] += 1
         tally.reasons[reason.text] += 1
         timed["path"] = f"dense {kernel}"
@@ -109,15 +109,15 @@ class SolOverride:
     # --- sparse ---------------------------------------------------------------------------------
 
     def _sparse(
-        self, dense: _Dense, evaluation: Evaluation, tally: Tally, timed: dict[str, str]
+        self, request: _Request, evaluation: Evaluation, tally: Tally, timed: dict[str, str]
     ) -> torch.Tensor | Reason:
         """[B, H, T, D] by the first Sol kernel that can, or why there is none."""
-        call = dense.call
+        call = request.call
         sinks = evaluation.sinks(call.tokens)
         options = partial(self._options, call=call, tau=evaluation.step.tau, sinks=sinks)
         while not isinstance(chosen := self._router.choose(call, options), Reason):
             provider, asked = chosen
-            out = self._run(provider, asked, dense, tally)
+            out = self._run(provider, asked, request, tally)
             if out is not None:
                 tally.saw_sparse(provider.name, call.tokens, sinks)
                 timed["path"] = f"sparse {provider.name}"
@@ -140,10 +140,10 @@ class SolOverride:
         return options
 
     def _run(
-        self, provider: Provider, options: SolOptions, dense: _Dense, tally: Tally
+        self, provider: Provider, options: SolOptions, request: _Request, tally: Tally
     ) -> torch.Tensor | None:
         """[B, H, T, D] by one Sol kernel; None if it raised and another one may be tried."""
-        call = dense.call
+        call = request.call
         q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
         try:
             result = provider.run(q, k, v, options)
@@ -166,25 +166,25 @@ class SolOverride:
         out = result.out.transpose(1, 2)
         if options.sink_queries != NO_ROWS and not provider.exact_queries:
             start, stop = options.sink_queries
-            out[:, :, start:stop] = self._dense_rows(dense, start, stop, tally)
+            out[:, :, start:stop] = self._dense_rows(request, start, stop, tally)
         return out
 
-    def _dense_rows(self, dense: _Dense, start: int, stop: int, tally: Tally) -> torch.Tensor:
+    def _dense_rows(self, request: _Request, start: int, stop: int, tally: Tally) -> torch.Tensor:
         """[B, H, stop - start, D]: these query rows over all keys."""
-        call = dense.call
+        call = request.call
         rows = replace(call, q=call.q[:, :, start:stop], flat_output=False)
         args = (rows.q, rows.k, rows.v, call.heads)
-        kwargs = {k: v for k, v in dense.kwargs.items() if k not in ("q", "k", "v", "heads", "mask")}
+        kwargs = {k: v for k, v in request.kwargs.items() if k not in ("q", "k", "v", "heads", "mask")}
         kwargs |= {"skip_reshape": True, "skip_output_reshape": True}
-        return self._dense(_Dense(dense.func, args, kwargs, rows), tally)[0]
+        return self._dense(_Request(request.func, args, kwargs, rows), tally)[0]
 
     # --- dense ----------------------------------------------------------------------------------
 
-    def _dense(self, dense: _Dense, tally: Tally) -> tuple[torch.Tensor, str]:
+    def _dense(self, request: _Request, tally: Tally) -> tuple[torch.Tensor, str]:
         """The result in the model's form, and the kernel that computed it."""
         if self._backend is None:
-            return self._current(dense)
-        backend, call = self._backend, dense.call
+            return self._current(request)
+        backend, call = self._backend, request.call
         if unfit := backend.unfit(call):
             # A constraint of the backend and not its absence: exact attention is always right.
             tally.refused[f"{backend.name}: {unfit}"] += 1
@@ -194,13 +194,13 @@ class SolOverride:
             tally.remarks[result.note] = None
         return call.output(result.out), result.kernel
 
-    def _current(self, dense: _Dense) -> tuple[torch.Tensor, str]:
+    def _current(self, request: _Request) -> tuple[torch.Tensor, str]:
         if self.earlier is not None:
-            evaluation = _evaluation(dense.kwargs)
+            evaluation = _evaluation(request.kwargs)
             with evaluation.pause() if evaluation is not None else nullcontext():
-                return self.earlier(dense.func, *dense.args, **dense.kwargs), describe(self.earlier)
-        args, kwargs = as_plain(dense.args, dense.kwargs)
-        return dense.func(*args, **kwargs), describe(dense.func)
+                return self.earlier(request.func, *request.args, **request.kwargs), describe(self.earlier)
+        args, kwargs = as_plain(request.args, request.kwargs)
+        return request.func(*args, **kwargs), describe(request.func)
 
 
 def _evaluation(kwargs: dict[str, Any]) -> Evaluation | None:
