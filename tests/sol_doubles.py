@@ -17,7 +17,7 @@ import torch
 from comfyui import inprocess
 
 reference = inprocess.pack_module("kernels_glue.attention.reference")
-base = inprocess.pack_module("kernels_glue.attention.providers.base")
+base = inprocess.pack_module("kernels_glue.attention.sol")
 _ASK_FOR_SM = [
     inprocess.pack_module(f"kernels_glue.attention.providers.{name}")
     for name in ("devices", "nvlabs", "triton_port")

@@ -12,7 +12,7 @@ from sol_data import dense, difference, smooth_qkv
 pytestmark = pytest.mark.gpu
 
 providers = inprocess.pack_module("kernels_glue.attention.providers")
-base = inprocess.pack_module("kernels_glue.attention.providers.base")
+base = inprocess.pack_module("kernels_glue.attention.sol")
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 
 LENGTHS = (64, 65, 127, 128, 191, 255, 1031, 4097)

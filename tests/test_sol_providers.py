@@ -19,7 +19,7 @@ from sol_data import difference, smooth_qkv
 from sol_doubles import CPU, CUDA, SCALE, meta, of_fused, options, pretend_sm
 
 providers = inprocess.pack_module("kernels_glue.attention.providers")
-base = inprocess.pack_module("kernels_glue.attention.providers.base")
+base = inprocess.pack_module("kernels_glue.attention.sol")
 devices = inprocess.pack_module("kernels_glue.attention.providers.devices")
 signature = inprocess.pack_module("kernels_glue.attention.providers.signature")
 packages = inprocess.pack_module("kernels_glue.attention.providers.packages")

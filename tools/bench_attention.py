@@ -86,7 +86,7 @@ class Bench:
         self.device = torch.device("cuda")
         # Views of one fused buffer, as H3's qkv projection leaves them: [B, T, H, D].
         self.q, self.k, self.v = _correlated(tokens, options.heads, self.device)
-        self.base = inprocess.pack_module("kernels_glue.attention.providers.base")
+        self.base = inprocess.pack_module("kernels_glue.attention.sol")
         self.dense_module = inprocess.pack_module("kernels_glue.attention.dense")
         self.providers = inprocess.pack_module("kernels_glue.attention.providers")
         self.reference = inprocess.pack_module("kernels_glue.attention.reference")

@@ -18,12 +18,13 @@ from .layers import LayerSet, gives_block_index, main_lists, parse_layers
 from .layouts import layout_for
 from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for
-from .providers.base import Provider, SolOptions
+from .providers.base import Provider
 from .report import ModelFacts
 from .routing import Router
 from .sampling import OVERRIDE, Model, Session, Show, watch
 from .schedule import Schedule, make_schedule
 from .sinks import SinkRule, sink_rule
+from .sol import SolOptions
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

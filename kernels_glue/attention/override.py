@@ -19,9 +19,10 @@ from .dense.devices import first_line, is_out_of_memory
 from .devices import sm_of
 from .evaluation import EVALUATION, Evaluation
 from .providers import kv_splits_for
-from .providers.base import NO_ROWS, Provider, SolOptions
+from .providers.base import Provider
 from .routing import Reason, Router, why_dense
 from .sinks import Sinks
+from .sol import NO_ROWS, SolOptions
 from .tally import Tally
 
 Attention = Callable[..., torch.Tensor]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .providers.base import BLOCK, NO_ROWS, SolResult, blocks_of
+from .sol import BLOCK, NO_ROWS, SolResult, blocks_of
 
 # Scores held at a time; 2**23 of them are 32 MiB in fp32, and there are a few such tensors.
 _SCORES = 2**23

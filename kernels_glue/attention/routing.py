@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .call import AttentionCall
-from .providers.base import Provider, SolOptions
+from .providers.base import Provider
 from .schedule import Step
+from .sol import SolOptions
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import KitchenSolError
 from .config import NODE, SolConfig
-from .providers.base import NO_ROWS
+from .sol import NO_ROWS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .base import SolOptions, SolResult, blocks_of
+from ..sol import SolOptions, SolResult, blocks_of
 from .packages import load, pip, version_of
 from .signature import Argument, accepted, refusal
 from .tensors import aligned, misfit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import reference as sol
-from .base import SolOptions, SolResult
+from ..sol import SolOptions, SolResult
 from .signature import Argument, accepted, refusal
 
 

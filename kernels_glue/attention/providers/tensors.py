@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from .base import SolOptions
+from ..sol import SolOptions
 
 HEAD_DIM = 128
 _ALIGNMENT = 16  # bytes that the kernels load at once

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import sm_of
-from .base import BLOCK, SolOptions, SolResult
+from ..sol import BLOCK, SolOptions, SolResult
 from .devices import too_old
 from .packages import load, triton_problem
 from .signature import Argument, accepted, refusal
