@@ -288,3 +288,14 @@ def test_a_schedule_that_leaves_nothing_sparse_warns(
     comfy.sample(patched, model, steps=20)
     assert spy.count == 2
     assert difference(comfy.sample(patched, model, steps=4), comfy.sample(shifted, model, steps=4)) < 1e-5
+
+
+def test_a_range_by_hand_matters_only_where_a_call_would_be_sparse(
+    comfy: ModuleType, source: Any, model: TinyModel
+) -> None:
+    behind = {"sink_start": 1_000, "sink_tokens": 64, "dense_backend": "current", **SETTINGS}
+    short, _ = patch(comfy, source, min_tokens=10_000, **behind)
+    assert torch.equal(sample(comfy, short, model), sample(comfy, source, model))
+    long_enough, _ = patch(comfy, source, **behind)
+    with pytest.raises(KitchenSolError, match="sink_start 1000 and sink_tokens 64 reach behind"):
+        sample(comfy, long_enough, model)

@@ -9,6 +9,7 @@ tests/workflows/ are never changed: they stand for what users have on their disk
 from __future__ import annotations
 
 import copy
+import html
 import json
 import re
 from collections.abc import Callable
@@ -21,18 +22,56 @@ import ui_workflow
 from comfyui import builders, graphs
 from comfyui.server import ComfyServer
 from comfyui.startup import PACK_ROOT
+from sol_node import NODE_ID as SOL
+from sol_node import SHORT
+from tiny_workflows import behind, for_the_reference, nodes_of, tiny_model_for, with_tiny_model, without
 
 SHIPPED = sorted((PACK_ROOT / "workflows").glob("*.json"))
 FROZEN = sorted((Path(__file__).parent / "workflows").glob("*.json"))
 INT8 = "KitchenInt8QuantizeModel"
 
-# Of the two blocks of the tiny Wan model with 10 linear layers each, and 6 layers outside of them.
+# Of the two blocks of the tiny Wan model with 10 linear layers each, and 6 layers outside of them; of the two
+# blocks of the tiny H3 model and the one of its token refiner with 4 layers each, and 10 other layers.
 QUANTIZED = {
+    "workflows/kitchen_int8_sol_h3": (12, 22),
     "workflows/kitchen_int8_wan": (20, 26),
     "tests/workflows/kitchen_int8_wan": (20, 26),
     # blocks+modulation adds time_projection; blocks.0 and *.ffn.2 are ignored: 1 + 10 - 1.
     "tests/workflows/kitchen_int8_wan_nothing_default": (10, 26),
 }
+
+# Why the calls of the tiny models that Sol could take are dense: there are a few dozen tokens, and on a CPU
+# provider auto has no kernel, or comfy_kitchen's, which wants thousands.
+TOO_SMALL = r"no Sol kernel for \w+|fewer than \d+ tokens"
+
+# What the text of Sol Attention Patch says where its provider is the reference and min_tokens 1: 4 steps of
+# one evaluation each, and two blocks, of which one is dense.
+SPARSE = {
+    # The first step is dense by percent, the first layer by number; Wan's blocks have two attentions each.
+    "workflows/kitchen_sol_wan": (
+        "sparse 3 calls: reference 3",
+        "dense because of: cross-attention 8, dense layer 3, dense step 2",
+        "3 of 4 steps sparse, tau 1",
+        "tokens: 512",  # 2 x 16 x 16
+        "sinks: none",
+    ),
+    "workflows/kitchen_int8_sol_h3": (
+        "sparse 3 calls: reference 3",
+        "dense because of: dense layer 3, dense step 2",
+        "3 of 4 steps sparse, tau 1",
+        "tokens: 538",  # 16 of text, 2 x 37 of sound, 7 x 8 x 8 of video
+        "sinks: rows 0-89 exact as keys and queries (MiniMax-H3)",
+    ),
+    # dense_steps is 1, and dense_layers 1,-1 the last layer.
+    "tests/workflows/kitchen_sol_wan_nothing_default": (
+        "sparse 3 calls: reference 3",
+        "dense because of: cross-attention 8, dense layer 3, dense step 2",
+        "3 of 4 steps sparse, tau 0.75 to 1.25",
+        "tokens: 512",
+        "sinks: rows 4-27 exact as keys",
+    ),
+}
+SOL_WORKFLOWS = [path for path in [*SHIPPED, *FROZEN] if "sol" in path.stem.split("_")]
 
 MakeTiny = Callable[..., builders.TinyModel]
 Info = dict[str, dict[str, Any]]
@@ -56,6 +95,13 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def require_nodes(workflow: dict[str, Any], info: Info) -> None:
+    """Skips the test of a workflow for a model that this ComfyUI does not have yet."""
+    absent = {node["type"] for node in ui_workflow.active_nodes(workflow)} - set(info)
+    if "EmptyMiniMaxH3LatentAV" in absent:
+        pytest.skip("this ComfyUI has no MiniMax-H3")
+
+
 def recorded_api(path: Path) -> graphs.Graph:
     """The API form that stands beside a workflow, without the titles in it."""
     nodes = read(path.parent / "api" / path.name)
@@ -72,6 +118,7 @@ def test_workflows_are_found() -> None:
 @every_workflow
 def test_every_node_is_known(path: Path, info: Info) -> None:
     workflow = read(path)
+    require_nodes(workflow, info)
     assert workflow["version"] == 0.4
     assert {node["type"] for node in ui_workflow.active_nodes(workflow)} <= set(info)
     for node in ui_workflow.active_nodes(workflow):
@@ -81,6 +128,7 @@ def test_every_node_is_known(path: Path, info: Info) -> None:
 @every_workflow
 def test_values_slots_and_links_fit_the_nodes(path: Path, info: Info) -> None:
     workflow = read(path)
+    require_nodes(workflow, info)
     problems = [
         *ui_workflow.value_problems(workflow, info),
         *ui_workflow.slot_problems(workflow, info),
@@ -91,7 +139,9 @@ def test_values_slots_and_links_fit_the_nodes(path: Path, info: Info) -> None:
 
 @every_shipped_workflow
 def test_shipped_workflows_have_a_value_for_every_widget_of_the_pack(path: Path, info: Info) -> None:
-    ours = [n for n in ui_workflow.active_nodes(read(path)) if is_ours(info[n["type"]])]
+    workflow = read(path)
+    require_nodes(workflow, info)
+    ours = [n for n in ui_workflow.active_nodes(workflow) if is_ours(info[n["type"]])]
     assert ours
     for node in ours:
         widgets, used = ui_workflow.widget_values(node, info)
@@ -126,7 +176,9 @@ def is_ours(description: dict[str, Any]) -> bool:
 @every_workflow
 def test_the_workflow_means_what_its_api_form_says(path: Path, info: Info) -> None:
     """Case 25: a widget in the middle of a node would shift every value behind it."""
-    found = ui_workflow.to_api(read(path), info)
+    workflow = read(path)
+    require_nodes(workflow, info)
+    found = ui_workflow.to_api(workflow, info)
     assert differences(found, recorded_api(path), info) == []
 
 
@@ -160,6 +212,36 @@ def test_a_frozen_workflow_gives_every_int8_setting_by_name() -> None:
         "lora": "bake",
         "device": "cpu",
     }
+
+
+def test_a_frozen_workflow_gives_every_sol_setting_by_name(info: Info) -> None:
+    """By hand, like the one above: apart from the two switches no setting has the value of another."""
+    [path] = [path for path in FROZEN if path.stem == "kitchen_sol_wan_nothing_default"]
+    [node] = [node for node in recorded_api(path).values() if node["class_type"] == SOL]
+    assert node["inputs"] == {
+        "model": ["2", 0],
+        "provider": "reference",
+        "dense_backend": "current",
+        "tau": 0.75,
+        "curve": "cosine",
+        "tau_end": 1.25,
+        "thresh_type": "exact",
+        "kv_splits": "2",
+        "dense_percent": 0.35,
+        "dense_steps": 1,
+        "dense_layers": "1,-1",
+        "sinks": "keys",
+        "sink_start": 4,
+        "sink_tokens": 24,
+        "min_tokens": 192,
+        "token_aug": 128,
+        "strict": True,
+        "profile": True,
+        "steps": 12,
+    }
+    defaults = {slot.name: slot.default for slot in ui_workflow.slots(info[SOL]["input"]) if slot.is_widget}
+    # An input that was added later is at its default here.
+    assert not [name for name in defaults.keys() & node["inputs"] if defaults[name] == node["inputs"][name]]
 
 
 def change_inputs(info: Info, change: Callable[[list[tuple[str, Any]]], None]) -> Info:
@@ -208,19 +290,27 @@ def test_the_template_browser_gets_the_file_and_a_small_thumbnail(path: Path, se
 def test_the_workflow_runs_on_a_tiny_model(path: Path, server: ComfyServer, tiny: MakeTiny) -> None:
     model = tiny_model_for(recorded_api(path), tiny)
     server.add_model(model)
-    graph = with_tiny_model(recorded_api(path), model)
+    graph = for_the_reference(with_tiny_model(recorded_api(path), model))
     result = server.run(graph).raise_for_errors()
     quantized = server.latent("workflow")
     assert torch.isfinite(quantized).all()
 
-    nodes = [key for key, node in graph.items() if node["class_type"] == INT8]
+    for key in nodes_of(graph, SOL):
+        report, after = (lines_of(text) for text in result.texts_of(key))
+        assert after[0] == "sparse 0 calls"
+        [reasons] = [line for line in after if line.startswith("dense because of: ")]
+        assert re.search(rf"(: |, )({TOO_SMALL}) 3(, |$)", reasons), reasons
+        assert [lines_of(result.outputs[k]["text"][0]) for k in behind(graph, key, 1)] == [report]
+        assert [len(result.outputs[k]["images"]) for k in behind(graph, key, 2)] == [1]
+
+    nodes = nodes_of(graph, INT8)
     for key in nodes:
         texts = result.texts_of(key)
         assert texts and all(texts)
         done, total = counts(texts[-1])
         assert 0 < done <= total
         assert (done, total) == QUANTIZED.get(label(path), (done, total))
-        shown = [k for k, n in graph.items() if n["inputs"].get("source") == [key, 1]]
+        shown = behind(graph, key, 1)
         assert [counts(result.outputs[k]["text"][0]) for k in shown] == [(done, total)] * len(shown)
     if nodes:
         server.run(without(graph, INT8)).raise_for_errors()
@@ -229,71 +319,44 @@ def test_the_workflow_runs_on_a_tiny_model(path: Path, server: ComfyServer, tiny
         assert 1e-4 < ((quantized.double() - plain).norm() / plain.norm()).item() < 0.1
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("path", SOL_WORKFLOWS, ids=label)
+def test_the_workflow_is_sparse_where_there_is_a_kernel(
+    path: Path, server: ComfyServer, tiny: MakeTiny
+) -> None:
+    """On enough tokens to leave some out, with the one kernel that runs everywhere."""
+    model = tiny_model_for(recorded_api(path), tiny)
+    server.add_model(model)
+    graph = with_tiny_model(recorded_api(path), model, **SHORT[model.family])
+    [key] = nodes_of(graph, SOL)
+    graph[key]["inputs"].update(provider="reference", min_tokens=1)
+    texts = server.run(for_the_reference(graph)).raise_for_errors().texts_of(key)
+    assert [line for line in lines_of(texts[-1]) if line in SPARSE[label(path)]] == [*SPARSE[label(path)]]
+    sparse = server.latent("workflow").double()
+    server.run(without(graph, SOL)).raise_for_errors()
+    dense = server.latent("workflow").double()
+    # The sampler gets the patched model: what it leaves out is little, and not nothing.
+    assert 1e-4 < ((sparse - dense).norm() / dense.norm()).item() < 0.1
+
+
+@pytest.mark.core
+def test_a_setting_that_its_provider_lacks_stops_the_workflow(server: ComfyServer, tiny: MakeTiny) -> None:
+    """Why the frozen workflow runs above without two of its values: they arrive and are refused."""
+    [path] = [path for path in FROZEN if path.stem == "kitchen_sol_wan_nothing_default"]
+    model = tiny("wan")
+    server.add_model(model)
+    graph = with_tiny_model(recorded_api(path), model)
+    [error] = server.run(graph).errors
+    assert [error.node_id] == nodes_of(graph, SOL)
+    assert "kv_splits (2 asked), token_aug (128 asked)" in error.exception_message
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines of a text, without the marks that it gets where it stands on a node."""
+    return [re.sub(r"^• ", "- ", html.unescape(line.rstrip())) for line in text.splitlines()]
+
+
 def counts(text: str) -> tuple[int, int]:
     match = re.match(r"quantized (\d+) of (\d+) layers", text)
     assert match, text
     return int(match[1]), int(match[2])
-
-
-def tiny_model_for(graph: graphs.Graph, tiny: MakeTiny) -> builders.TinyModel:
-    """The tiny model for whose family the graph makes a latent."""
-    latents = {
-        "EmptyHunyuanLatentVideo": "wan",
-        "EmptyMiniMaxH3LatentAV": "h3",
-        "EmptySD3LatentImage": "flux",
-    }
-    [family] = {latents[n["class_type"]] for n in graph.values() if n["class_type"] in latents}
-    return tiny(family)
-
-
-def with_tiny_model(graph: graphs.Graph, model: builders.TinyModel) -> graphs.Graph:
-    """The graph on a tiny model, with a small latent and few steps.
-
-    No tiny text encoders and VAEs exist, so test nodes give the conditioning and take the latent; nodes
-    behind the VAE are left out.
-    """
-    tokens, width = model.context_shape
-    texts = [key for key, node in graph.items() if node["class_type"] == "CLIPTextEncode"]
-    result: graphs.Graph = {}
-    for key, node in copy.deepcopy(graph).items():
-        inputs = node["inputs"]
-        match node["class_type"]:
-            case "UNETLoader":
-                inputs["unet_name"] = model.path.name
-            case "CLIPTextEncode":
-                sizes = {"tokens": tokens, "width": width, "pooled_width": model.pooled_width}
-                node = graphs.node("TestConditioning", **sizes, seed=3 + texts.index(key))
-            case "VAEDecode":
-                node = graphs.node("TestSaveLatent", samples=inputs["samples"], filename="workflow")
-            case "KSampler":
-                inputs["steps"] = 4
-            case "CLIPLoader" | "VAELoader":
-                continue
-            case model.latent_node:
-                inputs.update(model.latent_inputs)
-        result[key] = node
-    behind = [key for key, node in graph.items() if node["class_type"] == "VAEDecode"]
-    while behind:
-        behind = [key for key, node in result.items() if any(source in behind for source in sources(node))]
-        for key in behind:
-            del result[key]
-    return result
-
-
-def without(graph: graphs.Graph, class_type: str) -> graphs.Graph:
-    """The graph with the nodes of a class bypassed, and without the nodes that show their text."""
-    bypassed = {key: n["inputs"]["model"] for key, n in graph.items() if n["class_type"] == class_type}
-    result: graphs.Graph = {}
-    for key, node in copy.deepcopy(graph).items():
-        if key in bypassed or (node["class_type"] == "PreviewAny" and bypassed.keys() & sources(node)):
-            continue
-        for name, value in node["inputs"].items():
-            if isinstance(value, list) and value[0] in bypassed:
-                node["inputs"][name] = bypassed[value[0]]
-        result[key] = node
-    return result
-
-
-def sources(node: dict[str, Any]) -> list[str]:
-    """Ids of the nodes that a node gets its inputs from."""
-    return [value[0] for value in node["inputs"].values() if isinstance(value, list)]

@@ -21,7 +21,6 @@ from .evaluation import EVALUATION, Evaluation
 from .providers import kv_splits_for
 from .providers.base import Provider
 from .routing import Reason, Router, why_dense
-from .sinks import Sinks
 from .sol import NO_ROWS, SolOptions
 from .tally import Tally
 
@@ -114,21 +113,21 @@ class SolOverride:
     ) -> torch.Tensor | Reason:
         """[B, H, T, D] by the first Sol kernel that can, or why there is none."""
         call = request.call
-        sinks = evaluation.sinks(call.tokens)
-        options = partial(self._options, call=call, tau=evaluation.step.tau, sinks=sinks)
+        options = partial(self._options, call=call, evaluation=evaluation)
         while not isinstance(chosen := self._router.choose(call, options), Reason):
             provider, asked = chosen
             out = self._run(provider, asked, request, tally)
             if out is not None:
-                tally.saw_sparse(provider.name, call.tokens, sinks)
+                tally.saw_sparse(provider.name, call.tokens, evaluation.sinks(call.tokens))
                 timed["path"] = f"sparse {provider.name}"
                 return out
         return chosen
 
-    def _options(self, provider: Provider, call: AttentionCall, tau: float, sinks: Sinks) -> SolOptions:
+    def _options(self, provider: Provider, call: AttentionCall, evaluation: Evaluation) -> SolOptions:
+        sinks = evaluation.sinks(call.tokens)
         splits = kv_splits_for(self.config.kv_splits, sm_of(call.q.device), call.tokens)
         options = SolOptions(
-            tau,
+            evaluation.step.tau,
             call.head_dim**-0.5 if call.scale is None else float(call.scale),
             self.config.thresh_type,
             splits,

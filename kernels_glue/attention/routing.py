@@ -98,7 +98,11 @@ class Router:
     def choose(
         self, call: AttentionCall, options: Callable[[Provider], SolOptions]
     ) -> tuple[Provider, SolOptions] | Reason:
-        """The first kernel that can run a call that nothing else keeps dense, or why there is none."""
+        """The first kernel that can run a call that nothing else keeps dense, or why there is none.
+
+        Args:
+            options: what to ask of a kernel; called only for sequences that are long enough.
+        """
         q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
         reasons: list[Reason] = []
         for provider in self._providers:
