@@ -31,6 +31,8 @@ KNOWN_LISTS = frozenset(
     }
 )
 
+Blocks = torch.nn.ModuleList | torch.nn.ModuleDict  # Cosmos 1 has its blocks in a dict
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
@@ -54,25 +56,26 @@ def find_block_lists(diffusion_model: torch.nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def _outermost_lists(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.ModuleList]]:
+def _outermost_lists(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Blocks]]:
     for name, child in module.named_children():
         full = prefix + name
-        if isinstance(child, torch.nn.ModuleList):
+        if isinstance(child, _LISTS):
             if _holds_blocks(child):
                 yield full, child
         elif not isinstance(child, torch.nn.Sequential):
             yield from _outermost_lists(child, full + ".")
 
 
-def _holds_blocks(modules: torch.nn.ModuleList) -> bool:
+def _holds_blocks(modules: Blocks) -> bool:
     """Same-class children that normalise something, and are not mere containers of modules.
 
     Every transformer block has a norm; a stack of plain MLPs (Chroma's distilled guidance) has none.
     """
-    classes = {type(child) for child in modules}
+    children = list(modules.children())
+    classes = {type(child) for child in children}
     if len(classes) != 1 or issubclass(classes.pop(), _CONTAINERS):
         return False
-    return any("norm" in type(part).__name__.lower() for part in modules[0].modules())
+    return any("norm" in type(part).__name__.lower() for part in children[0].modules())
 
 
 def _parameter_count(module: torch.nn.Module) -> int:

@@ -100,7 +100,7 @@ class KitchenSolAttentionPatch(io.ComfyNode):
                 _float(
                     "tau",
                     0.05,
-                    "Higher is sparser: 1 computes about 16% of the blocks exactly, 1.5 7%, 2 2%.",
+                    "Higher is sparser: 1 computes about 15% of the blocks exactly, 1.5 8%, 2 5%.",
                     advanced=False,
                 ),
                 _combo(

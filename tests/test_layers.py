@@ -212,3 +212,33 @@ def test_recorded_rows_are_those_of_the_keys(tiny: MakeTiny) -> None:
     calls: list[Call] = record(inprocess.load_unet(model.path), model)[0].calls
     assert [call.tokens for call in calls] == [2 * 4 * 4] * 4
     assert {call.rows.shape for call in calls} == {(32, 256), (16, 256)}
+
+
+def test_blocks_in_a_dict_are_one_list() -> None:
+    """Cosmos 1 keeps each block under a name, and three parts in every one of them."""
+    import comfy.ops
+    from comfy.ldm.cosmos.model import GeneralDIT
+
+    cosmos = GeneralDIT(
+        max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2,
+        patch_temporal=1, model_channels=256, num_blocks=2, num_heads=2, pos_emb_cls="rope3d",
+        pos_emb_learnable=False, affline_emb_norm=True, use_adaln_lora=True, adaln_lora_dim=64,
+        device="meta", dtype=torch.float32, operations=comfy.ops.disable_weight_init,
+    )  # fmt: skip
+    assert layers.main_lists(cosmos) == (("blocks", 2),)
+
+
+def test_lists_of_submodules_count_in_the_largest_only() -> None:
+    """HiDream-O1 has a language model that denoises, and eyes."""
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(width)
+
+    model = torch.nn.Module()
+    model.visual = torch.nn.Module()
+    model.visual.blocks = torch.nn.ModuleList(Block(4) for _ in range(9))
+    model.language_model = torch.nn.Module()
+    model.language_model.layers = torch.nn.ModuleList(Block(64) for _ in range(3))
+    assert layers.main_lists(model) == (("language_model.layers", 3),)

@@ -65,16 +65,19 @@ class Attention:
         self.tally = Tally()
         config = SolConfig.of({"provider": "reference", **settings})
         router = routing.Router([provider or providers.PROVIDERS["reference"]], 0)
-        self.override = override.SolOverride(config, router, earlier, lambda: self.tally)
+        self.running: Any = None
+        self.override = override.SolOverride(
+            config, router, earlier, lambda: self.tally, lambda: self.running
+        )
         self._step = schedule.Step(0, dense, config.tau)
         self._rule = sinks.SinkRule(rows, True, sink_queries)
 
     def options(self) -> dict[str, Any]:
         counter = layers.LayerCounter((("blocks", 1),), indexed=False)
-        found = evaluation.Evaluation(
+        self.running = evaluation.Evaluation(
             self._step, layers.LayerSet(frozenset()), counter, self._rule, lambda tokens: (0, 0), 0
         )
-        return {OVERRIDE: self.override, evaluation.EVALUATION: found}
+        return {OVERRIDE: self.override}
 
     def __call__(self, *args: Any, function: Any = None, **kwargs: Any) -> torch.Tensor:
         return (function or core())(*args, transformer_options=self.options(), **kwargs)

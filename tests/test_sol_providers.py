@@ -83,7 +83,7 @@ def test_kv_splits(choice: str, sm: tuple[int, int] | None, tokens: int, splits:
 
 
 def test_reference_passes_everything_on() -> None:
-    q, k, v = smooth_qkv(449, head_dim=40, dtype=torch.float64)
+    q, k, v = smooth_qkv(449, head_dim=128, dtype=torch.float64)
     asked = options(0.5, thresh_type="exact", sink_keys=(70, 80), sink_queries=(200, 210))
     assert REFERENCE.missing(CPU) == REFERENCE.unsupported(asked) == REFERENCE.unfit(q, k, v) == ""
     expected = reference.sol_rowwise(
@@ -227,12 +227,25 @@ def test_broken_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_absent_package_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "a_sol_package_of_nobody"
     looked: list[str] = []
-    real = packages.importlib.import_module
-    monkeypatch.setattr(packages.importlib, "import_module", lambda n: looked.append(n) or real(n))
+    real = packages.importlib.util.find_spec
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda n: looked.append(n) or real(n))
     assert packages.load(f"{name}.sub") == packages.load(f"{name}.sub") == (None, "")
-    assert looked == [f"{name}.sub"]
+    assert looked == [name]
     monkeypatch.setitem(sys.modules, f"{name}.sub", module := types.ModuleType(name))
     assert packages.load(f"{name}.sub") == (module, "")
+
+
+def test_a_package_of_somebody_else_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Wan2GP's `shared` is looked for; other projects have a package of that name."""
+    package = tmp_path / "somebody_elses"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('it was run')", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert packages.load("somebody_elses.sol_attn") == (None, "")
+    (package / "sol_attn.py").touch()
+    packages._absent.discard("somebody_elses.sol_attn")
+    found, problem = packages.load("somebody_elses.sol_attn")
+    assert found is None and "SystemExit: it was run" in problem
 
 
 @pytest.mark.parametrize("name", ["kitchen", "nvlabs", "triton"])

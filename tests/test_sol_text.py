@@ -126,7 +126,7 @@ def test_two_lengths_and_rows_by_hand_are_told(comfy: ModuleType, tiny: MakeTiny
     settings = {"sink_start": 3, "sink_tokens": 4, "sinks": "keys_and_queries"}
     patched, texts = shown(comfy.load_unet(model.path), **settings)
     comfy.sample(patched, model, steps=STEPS)
-    assert "sinks: rows 3-6 exact as keys and queries" in texts[-1].splitlines()
+    assert "sinks: rows 3-6 exact as keys and queries (by hand)" in texts[-1].splitlines()
     assert "tokens: 32" in texts[-1].splitlines()
     off, texts = shown(comfy.load_unet(model.path), sinks="off")
     comfy.sample(off, model, steps=STEPS)

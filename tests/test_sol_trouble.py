@@ -277,11 +277,11 @@ def test_a_schedule_that_leaves_nothing_sparse_warns(
 
     spy = spy_on(monkeypatch)
     _, report = patch(comfy, source, dense_steps=4, steps=4)
-    assert report.startswith("WARNING: all 4 steps are dense; lower dense_percent or dense_steps")
+    assert report.startswith("WARNING: all 4 steps are dense; lower dense_steps")
     assert "3 of 4 steps sparse" in patch(comfy, source, dense_percent=0.2, steps=4)[1]
     shifted = comfy.run_node(ModelSamplingSD3, model=source, shift=50.0)[0]
     patched, report = patch(comfy, shifted, dense_percent=0.9, steps=4)
-    assert report.startswith("WARNING: all 4 steps are dense")
+    assert report.startswith("WARNING: all 4 steps are dense; lower dense_percent")
     comfy.sample(patched, model, steps=4)
     assert spy.count == 0 and tally_of(patched).reasons["dense step"] == 4 * 2
     # 20 steps reach further down, which counts and not what the picture was drawn for.

@@ -183,7 +183,7 @@ class Bench:
         """The override as ComfyUI calls it, against the kernel alone: time, and memory beyond its own."""
         import torch
 
-        override, transformer_options, asked = _override(self, provider)
+        override, asked = _override(self, provider)
 
         def direct() -> torch.Tensor:
             return provider.run(self.q, self.k, self.v, asked).out
@@ -195,7 +195,7 @@ class Bench:
                 self.options.heads,
                 mask=None,
                 skip_reshape=True,
-                transformer_options=transformer_options,
+                transformer_options={},
             )
 
         # In turns, so that a clock that drifts is the same for both.
@@ -244,15 +244,14 @@ class Bench:
         return (torch.cuda.max_memory_allocated() - before - out.nbytes) / MIB
 
 
-def _override(bench: Bench, provider: Any) -> tuple[Any, dict[str, Any], Any]:
-    """The pack's override around one kernel, the options of an evaluation, and what it asks the kernel."""
+def _override(bench: Bench, provider: Any) -> tuple[Any, Any]:
+    """The pack's override around one kernel, inside of an evaluation, and what it asks the kernel."""
     module = inprocess.pack_module
     config = module("kernels_glue.attention.config").SolConfig(
         provider=provider.name, dense_layers="", kv_splits="1"
     )
     tally = module("kernels_glue.attention.tally").Tally()
     router = module("kernels_glue.attention.routing").Router([provider], 0)
-    override = module("kernels_glue.attention.override").SolOverride(config, router, None, lambda: tally)
     layers = module("kernels_glue.attention.layers")
     evaluation = module("kernels_glue.attention.evaluation")
     current = evaluation.Evaluation(
@@ -263,8 +262,10 @@ def _override(bench: Bench, provider: Any) -> tuple[Any, dict[str, Any], Any]:
         lambda tokens: (0, 0),
         0,
     )
-    asked = bench.base.SolOptions(1.0, HEAD_DIM**-0.5)
-    return override, {evaluation.EVALUATION: current}, asked
+    override = module("kernels_glue.attention.override").SolOverride(
+        config, router, None, lambda: tally, lambda: current
+    )
+    return override, bench.base.SolOptions(1.0, HEAD_DIM**-0.5)
 
 
 def _correlated(tokens: int, heads: int, device: Any) -> tuple[Any, Any, Any]:

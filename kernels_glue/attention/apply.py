@@ -14,7 +14,7 @@ from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .devices import sm_of
 from .drawing import draw_schedule, no_drawing
-from .layers import LayerSet, gives_block_index, main_lists, parse_layers
+from .layers import LayerSet, gives_block_index, main_lists, parse_layers, takes_block_replacements
 from .layouts import layout_for
 from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for
@@ -66,14 +66,17 @@ def patch_attention(
     rule = sink_rule(config, layout is not None and layout.queries)
     facts = ModelFacts(lists, "" if layout is None else layout.family)
     dense_layers = parse_layers(config.dense_layers, sum(count for _, count in lists))
-    model = Model(facts, layout, gives_block_index(diffusion_model), dense_layers, rule)
+    indexed = gives_block_index(diffusion_model)
+    marks = not indexed and takes_block_replacements(diffusion_model)
+    model = Model(facts, layout, indexed, marks, dense_layers, rule)
 
     transformer_options = patcher.model_options.setdefault("transformer_options", {})
     earlier = transformer_options.get(OVERRIDE)
     if isinstance(earlier, SolOverride):
         earlier = earlier.earlier
     session = Session(config, model, show)
-    override = SolOverride(config, Router(providers, config.min_tokens), earlier, session.tally)
+    router = Router(providers, config.min_tokens)
+    override = SolOverride(config, router, earlier, session.tally, session.evaluation)
     transformer_options[OVERRIDE] = override
     watch(patcher, session, override)
 
@@ -139,6 +142,8 @@ def _remarks(config: SolConfig, dense_layers: LayerSet, earlier: Any) -> Iterato
             f"note: the model carries the attention override {describe(earlier)} from before this node; it is"
             f" not used, because dense_backend is {config.dense_backend} (current would use it)"
         )
+    if config.sink_start and not config.sink_tokens:
+        yield "note: sink_tokens is 0, so sink_start has no effect"
     if config.sinks == "off" and config.sink_tokens:
         yield "note: sinks is off, so sink_start and sink_tokens have no effect"
     if config.curve == "constant" and config.tau_end != SolConfig.tau_end:
@@ -157,8 +162,9 @@ def _draw(schedule: Schedule, config: SolConfig) -> tuple[torch.Tensor, list[str
     try:
         title = f"{config.steps} steps, scheduler {_DRAWN_SCHEDULER}, curve {config.curve}"
         return draw_schedule(schedule.steps, title), []
-    except ImportError as error:
-        return no_drawing(), [f"note: the schedule was not drawn, matplotlib does not work here ({error})"]
+    except Exception as error:  # whatever is wrong with matplotlib: the picture is decoration
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return no_drawing(), [f"note: the schedule was not drawn, matplotlib does not work here ({said})"]
 
 
 def _names(providers: Sequence[Provider]) -> str:

@@ -42,13 +42,18 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
         "sageattn": "sage_attn",
         "sageattention": "sage_attn",
         "sage_attention": "sage_attn",
+        "sage2": "sage_attn",
+        "sageattn2": "sage_attn",
+        "sageattention2": "sage_attn",
         "flash": "fa",
         "flash_attn": "fa",
         "flash_attention": "fa",
         "flashattention": "fa",
-        "fa2": "fa",
-        "fa3": "fa",
-        "fa4": "fa",
+        **{
+            f"{name}{n}": "fa"
+            for name in ("fa", "flash_attn_", "flash_attn", "flashattention")
+            for n in (2, 3, 4)
+        },
         "int8": "kitchen_int8",
         "int8_attention": "kitchen_int8",
     },
@@ -135,6 +140,8 @@ def choice(name: str, value: Any) -> str:
     Raises:
         KitchenSolError: it means none of them; the message lists the choices.
     """
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     spelled = "_".join(str(value).strip().lower().replace("-", "_").split())
     meant = _ALIASES.get(name, {}).get(spelled, spelled)
     if meant not in CHOICES[name]:
@@ -153,7 +160,7 @@ def _number(name: str, value: Any) -> float | int:
     if not fits:
         kind = "whole number" if whole else "number"
         raise KitchenSolError(NODE, f"{name} is {value!r}.", f"Use a {kind} from {low} to {high}.")
-    return int(number) if whole else number
+    return int(number) if whole else number + 0.0  # no -0.0
 
 
 def _listed(options: Iterable[str]) -> str:

@@ -13,8 +13,7 @@ from .routing import Place
 from .schedule import Step
 from .sinks import SinkRule, Sinks
 
-# Keys in transformer_options: of the evaluation, and of the step that it belongs to.
-EVALUATION = "kitchen_sol_evaluation"
+# Key in transformer_options: the step that an evaluation belongs to.
 STEP = "kitchen_sol_step"
 
 
@@ -28,8 +27,7 @@ class Evaluation:
         counter: counts the layers of this evaluation.
         rule: what is exact in the sequence.
         text_rows: gives the rows [start, stop) of conditioning tokens in a sequence of so many tokens.
-        text_tokens: length of the conditioning, where sequences of that length are text alone; 0 where the
-            model itself says which block runs.
+        text_tokens: length of the conditioning; sequences of that length are text alone, or attend to it.
         paused: an override from before this patch computes a call that is to be dense. If it passes on to an
             earlier application of the node, that one must not take it for a call of the model.
     """

@@ -28,7 +28,8 @@ _SIDE_LISTS = frozenset(
     }
 )
 _ENTRY = re.compile(r"(-?[0-9]{1,9})(?:\s*-\s*(-?[0-9]{1,9}))?")
-_DASHES = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
+# What a text editor makes of a hyphen.
+_DASHES = re.compile("[\u2010-\u2015\u2212]")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def parse_layers(text: str, count: int) -> LayerSet:
     """
     layers: set[int] = set()
     outside: list[str] = []
-    for entry in _entries(text.translate(_DASHES)):
+    for entry in _entries(_DASHES.sub("-", text)):
         first, last = _ends(entry)
         start, stop = (end + count if end < 0 else end for end in (first, last))
         layers.update(range(max(start, 0), min(stop, count - 1) + 1))
@@ -94,31 +95,45 @@ def _outside_remark(entries: list[str], count: int) -> str:
 def main_lists(diffusion_model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
     """Names and lengths of the main block lists, in the order in which they run.
 
-    Lists of submodules (H3's and HunyuanVideo's token refiners) count only where the model has no others.
+    Lists of submodules (H3's and HunyuanVideo's token refiners) count only where the model has no others, and
+    then only those of the largest submodule (the language model in HiDream-O1, not its eyes).
     """
     model = uncompiled(diffusion_model)
     names = [name for name in find_block_lists(model) if name.rpartition(".")[2] not in _SIDE_LISTS]
-    depth = min((name.count(".") for name in names), default=0)
-    names = [name for name in names if name.count(".") == depth]
-    names.sort(key=_is_single)  # stable: other lists keep the order in which the model defines them
+    owners = {name.rpartition(".")[0] for name in names}
+    owner = "" if "" in owners else max(owners, key=lambda name: _size(model, name), default="")
+    names = [name for name in names if name.rpartition(".")[0] == owner]
+    names.sort(key=is_single)  # stable: other lists keep the order in which the model defines them
     return tuple((name, len(model.get_submodule(name))) for name in names)
 
 
-def _is_single(name: str) -> bool:
+def is_single(name: str) -> bool:
+    """Whether a list holds single-stream blocks, which core numbers apart from the double-stream ones."""
     return "single" in name
 
 
-def gives_block_index(diffusion_model: torch.nn.Module) -> bool:
-    """Whether the model writes `block_index` into its options as it runs (in 0.33, H3 and LTX do not).
+def _size(model: torch.nn.Module, name: str) -> int:
+    return sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
 
-    Looks for the word among the constants of its code, so that a model that starts to do so is noticed.
-    """
+
+def gives_block_index(diffusion_model: torch.nn.Module) -> bool:
+    """Whether the model writes `block_index` into its options as it runs (in 0.33, H3 and LTX do not)."""
+    return _speaks_of("block_index", diffusion_model)
+
+
+def takes_block_replacements(diffusion_model: torch.nn.Module) -> bool:
+    """Whether the model asks for replacements of its blocks, by which they can be told apart."""
+    return _speaks_of("patches_replace", diffusion_model)
+
+
+def _speaks_of(word: str, diffusion_model: torch.nn.Module) -> bool:
+    """Looks among the constants of the model's code, so that a model that learns something is noticed."""
     for base in type(uncompiled(diffusion_model)).__mro__:
         if base is torch.nn.Module:
             return False
         for member in vars(base).values():
             function = inspect.unwrap(member) if callable(member) else member
-            if "block_index" in getattr(getattr(function, "__code__", None), "co_consts", ()):
+            if word in getattr(getattr(function, "__code__", None), "co_consts", ()):
                 return True
     return False
 
@@ -133,8 +148,8 @@ class LayerCounter:
 
     def __init__(self, lists: tuple[tuple[str, int], ...], indexed: bool):
         self._indexed = indexed
-        self._before_single = sum(length for name, length in lists if not _is_single(name))
-        if not any(_is_single(name) for name, _ in lists):
+        self._before_single = sum(length for name, length in lists if not is_single(name))
+        if not any(is_single(name) for name, _ in lists):
             self._before_single = 0  # core calls the blocks of some models with one list `single`
         self._seen: dict[tuple[int, int], int] = {}
 
@@ -146,12 +161,10 @@ class LayerCounter:
         self-attention of either kind in a block. Calls over the text alone (a token refiner) cannot be told
         apart here and must not be asked about.
         """
-        if self._indexed:
-            index = transformer_options.get("block_index")
-            if index is None:
-                return None
-            single = transformer_options.get("block_type") == "single"
-            return index + (self._before_single if single else 0)
-        layer = self._seen.get((heads, head_dim), 0)
-        self._seen[heads, head_dim] = layer + 1
-        return layer
+        count = self._seen.get((heads, head_dim), 0)
+        self._seen[heads, head_dim] = count + 1
+        index = transformer_options.get("block_index")
+        if index is None:
+            return None if self._indexed else count
+        single = transformer_options.get("block_type") == "single"
+        return index + (self._before_single if single else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from .dense import BACKENDS
 from .dense.base import DenseBackend
 from .dense.devices import first_line, is_out_of_memory
 from .devices import sm_of
-from .evaluation import EVALUATION, Evaluation
+from .evaluation import Evaluation
 from .providers import kv_splits_for
 from .providers.base import Provider
 from .routing import Reason, Router, why_dense
@@ -42,6 +42,11 @@ class _Request:
     kwargs: dict[str, Any]
     call: AttentionCall
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """`transformer_options`, as the block passed them on."""
+        return self.kwargs.get("transformer_options") or {}
+
 
 class SolOverride:
     """`transformer_options["optimized_attention_override"]` of a patched model.
@@ -51,16 +56,26 @@ class SolOverride:
         router: chooses the Sol kernel.
         earlier: the override that stood there before, which `dense_backend` current goes on using.
         tally: gives the counts of the sampling that runs.
+        evaluation: gives the evaluation of the model that runs, or None.
     """
 
     def __init__(
-        self, config: SolConfig, router: Router, earlier: Attention | None, tally: Callable[[], Tally]
+        self,
+        config: SolConfig,
+        router: Router,
+        earlier: Attention | None,
+        tally: Callable[[], Tally],
+        evaluation: Callable[[], Evaluation | None],
     ):
         self.config = config
         self.earlier = earlier
         self._router = router
         self._tally = tally
+        self._evaluation = evaluation
         self._backend: DenseBackend | None = BACKENDS.get(config.dense_backend)
+
+    def __deepcopy__(self, memo: Any) -> SolOverride:
+        return self  # of copied options: the counters and the router are those of one patch
 
     # Compiled model code calls this as it is: the counters are not part of a graph.
     @torch.compiler.disable
@@ -74,7 +89,7 @@ class SolOverride:
         tally = self._tally()
         call = read_call(*args, **kwargs)
         request = _Request(func, args, kwargs, call)
-        evaluation = _evaluation(kwargs)
+        evaluation = self._evaluation()
         if evaluation is not None and evaluation.paused:
             evaluation = None
         clock = tally.timed(call.q.device) if self.config.profile else nullcontext({})
@@ -86,7 +101,7 @@ class SolOverride:
         self, request: _Request, evaluation: Evaluation | None, tally: Tally, timed: dict[str, str]
     ) -> torch.Tensor:
         call = request.call
-        place = None if evaluation is None else evaluation.place(request.kwargs["transformer_options"], call)
+        place = None if evaluation is None else evaluation.place(request.options, call)
         reason = why_dense(call, place)
         if reason is None:
             sparse = self._sparse(request, evaluation, tally, timed)
@@ -196,16 +211,11 @@ class SolOverride:
 
     def _current(self, request: _Request) -> tuple[torch.Tensor, str]:
         if self.earlier is not None:
-            evaluation = _evaluation(request.kwargs)
+            evaluation = self._evaluation()
             with evaluation.pause() if evaluation is not None else nullcontext():
                 return self.earlier(request.func, *request.args, **request.kwargs), describe(self.earlier)
         args, kwargs = as_plain(request.args, request.kwargs)
         return request.func(*args, **kwargs), describe(request.func)
-
-
-def _evaluation(kwargs: dict[str, Any]) -> Evaluation | None:
-    """The evaluation of the model that makes a call with these keywords."""
-    return (kwargs.get("transformer_options") or {}).get(EVALUATION)
 
 
 def describe(function: Any) -> str:

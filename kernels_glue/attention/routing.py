@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from .call import AttentionCall
 from .providers.base import Provider
 from .schedule import Step
 from .sol import SolOptions
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,12 @@ def why_dense(call: AttentionCall, place: Place | None) -> Reason | None:
     if place.layer is None:
         return OUTSIDE
     checks = (
+        # What the settings keep dense is no surprise, whatever it is.
+        (place.step.dense, FIRST_STEPS),
+        (place.dense_layer, DENSE_LAYER),
         (call.mask is not None, MASKED),
         (call.causal, CAUSAL),
         (call.exact, EXACT),
-        (place.step.dense, FIRST_STEPS),
-        (place.dense_layer, DENSE_LAYER),
     )
     return next((reason for holds, reason in checks if holds), None)
 
@@ -93,7 +93,7 @@ class Router:
         self._min_tokens = min_tokens
         self._missing: dict[tuple[str, torch.device], str] = {}
         self._failed: dict[str, str] = {}
-        self._refusals: dict[Hashable, str] = {}
+        self._answers: dict[Hashable, str] = {}
 
     def choose(
         self, call: AttentionCall, options: Callable[[Provider], SolOptions]
@@ -109,24 +109,27 @@ class Router:
             if self.missing(provider, q.device):
                 continue
             least = self._min_tokens or provider.min_tokens
-            if call.tokens < least:
-                reasons.append(too_short(least))
-                continue
-            asked = options(provider)
-            refusal = self._refusal(provider, asked, q, k, v)
-            if not refusal:
+            if unfit := self._once("unfit", provider, q, k, v):
+                reasons.append(Reason(f"{provider.name}: {unfit}"))
+            elif call.tokens < least:
+                # It would take the call; that others would not is beside the point.
+                reasons.insert(0, too_short(least))
+            elif unsupported := self._once("unsupported", provider, asked := options(provider)):
+                reasons.append(Reason(f"{provider.name}: {unsupported}"))
+            else:
                 return provider, asked
-            reasons.append(Reason(f"{provider.name}: {refusal}"))
         return reasons[0] if reasons else Reason(f"no Sol kernel for {q.device.type}")
 
-    def _refusal(
-        self, provider: Provider, asked: SolOptions, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> str:
+    def _once(self, question: str, provider: Provider, *about: Any) -> str:
         """Why a kernel cannot run a call; asked once for each kind of call, of which a model has few."""
-        key = (provider.name, asked, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
-        if key not in self._refusals:
-            self._refusals[key] = provider.unsupported(asked) or provider.unfit(q, k, v)
-        return self._refusals[key]
+        kinds = tuple(
+            (item.shape, item.dtype, item.device) if isinstance(item, torch.Tensor) else item
+            for item in about
+        )
+        key = (question, provider.name, *kinds)
+        if key not in self._answers:
+            self._answers[key] = getattr(provider, question)(*about)
+        return self._answers[key]
 
     def missing(self, provider: Provider, device: torch.device) -> str:
         """Why a kernel is out of the question on a device; asked once."""

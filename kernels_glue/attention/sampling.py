@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +14,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..errors import KitchenSolError
 from . import report
+from .block_marks import marked
 from .config import NODE, SolConfig
-from .evaluation import EVALUATION, STEP, Evaluation
+from .evaluation import STEP, Evaluation
 from .layers import LayerCounter, LayerSet
 from .layouts import Layout, ModelInputs
 from .override import SolOverride, describe
@@ -40,6 +42,7 @@ class Model:
         facts: what the report says about it.
         layout: where its text rows are; None if the table has no entry or there are none.
         gives_block_index: its blocks tell their index.
+        marks_blocks: its blocks can be made to tell it.
         dense_layers: layers that are always dense.
         rule: what is exact in its sequences.
     """
@@ -47,6 +50,7 @@ class Model:
     facts: ModelFacts
     layout: Layout | None
     gives_block_index: bool
+    marks_blocks: bool
     dense_layers: LayerSet
     rule: SinkRule
 
@@ -54,30 +58,38 @@ class Model:
 class Session:
     """The samplings of one patch, one after the other.
 
-    Callbacks and wrappers hold this object; its clones share it, as they share the override.
+    Callbacks and wrappers hold this object; clones of the patcher share it, as they share the override.
     """
+
+    def __deepcopy__(self, memo: Any) -> Session:
+        return self  # of copied options: the callbacks of the patcher go on with this one
 
     def __init__(self, config: SolConfig, model: Model, show: Show):
         self._config = config
         self._model = model
         self._show = show
-        self._running: set[int] = set()
         self._schedule: tuple[Any, Schedule] | None = None
         self._tally = Tally()
+        self._told = ""
+        # Of this thread: core evaluates the copies of a model on several GPUs in threads.
+        self._running = threading.local()
 
     def tally(self) -> Tally:
+        """Counts of the sampling that runs, or of the last one."""
         return self._tally
+
+    def evaluation(self) -> Evaluation | None:
+        """The evaluation of the model that runs, or None outside of one."""
+        return getattr(self._running, "evaluation", None)
 
     # --- callbacks of core: they reach every patcher, also the second one of a guider for two models ----
 
     def begin(self, patcher: ModelPatcher, *_: Any) -> None:
-        """ON_PRE_RUN."""
-        if id(patcher) in self._running or not self._running:
-            # The first of this sampling, or one whose last sampling never came to its end.
-            self._running = set()
+        """ON_PRE_RUN: of both models of a guider, before either is evaluated."""
+        if self._told or self._tally.announced:
             self._schedule = None
             self._tally = Tally()
-        self._running.add(id(patcher))
+            self._told = ""
 
     def prepare(self, patcher: ModelPatcher, timestep: torch.Tensor, model_options: dict[str, Any]) -> None:
         """ON_PREPARE_STATE: once for all conditions of an evaluation, so that a GPU is waited for once."""
@@ -87,9 +99,8 @@ class Session:
         options[STEP] = self, self._step(patcher.get_model_object("model_sampling"), timestep, options)
 
     def end(self, patcher: ModelPatcher, *_: Any) -> None:
-        """ON_CLEANUP."""
-        self._running.discard(id(patcher))
-        if not self._running:
+        """ON_CLEANUP: core calls it also where ON_PRE_RUN was never reached."""
+        if self._tally.announced or self._tally.calls:
             self._tell()
 
     # --- the model ------------------------------------------------------------------------------
@@ -113,13 +124,18 @@ class Session:
         if owner is not self:
             step = self._step(base.model_sampling, t, transformer_options)
         inputs = ModelInputs(base.diffusion_model, x, c_crossattn, kwargs)
-        transformer_options[EVALUATION] = self._evaluation(step, inputs)
+        if self._model.marks_blocks:
+            transformer_options = marked(transformer_options, self._model.facts.lists)
         found = transformer_options.get(OVERRIDE)
         before = self._tally.calls
         self._tally.begun += 1
         if found is not override:
             self._tally.replaced_by = describe(found) if found is not None else "a patch that takes it out"
-        out = executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        outer, self._running.evaluation = self.evaluation(), self._evaluation(step, inputs)
+        try:
+            out = executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
+        finally:
+            self._running.evaluation = outer
         self._tally.done += 1
         if found is not override and self._config.strict and self._tally.calls == before:
             raise KitchenSolError(
@@ -133,14 +149,13 @@ class Session:
     def _evaluation(self, step: Step, inputs: ModelInputs) -> Evaluation:
         model = self._model
         context = inputs.context
-        by_order = not model.gives_block_index and isinstance(context, torch.Tensor)
         return Evaluation(
             step,
             model.dense_layers,
             LayerCounter(model.facts.lists, model.gives_block_index),
             model.rule,
             partial(_text_rows, model.layout, inputs),
-            context.shape[1] if by_order else 0,
+            context.shape[1] if isinstance(context, torch.Tensor) else 0,
         )
 
     def _step(self, model_sampling: Any, timestep: torch.Tensor, options: dict[str, Any]) -> Step:
@@ -157,17 +172,19 @@ class Session:
         lines = list(report.counts_lines(tally))
         if self._schedule is not None and self._schedule[1].sigmas:
             lines.append(report.schedule_line(self._schedule[1]))
-        if tally.replaced_by:
-            lines.insert(0, report.replaced_line(tally))
-        elif unheard := report.unheard_line(tally):
-            lines.insert(0, unheard)
+        if warning := report.warning_line(tally):
+            lines.insert(0, warning)
         lines += tally.remarks
-        details = list(report.detail_lines(tally, self._model.facts.family))
+        details = list(report.detail_lines(tally, self._model.rule.source(self._model.facts.family)))
+        text = report.assemble(lines, details)
+        if text == self._told:
+            return
+        self._told = text
         warned = any(line.startswith("WARNING") for line in lines)
         logging.log(
             logging.WARNING if warned else logging.INFO, "%s: %s", NODE, report.log_line(lines + details)
         )
-        self._show(report.assemble(lines, details))
+        self._show(text)
 
 
 def _text_rows(layout: Layout | None, inputs: ModelInputs, tokens: int) -> tuple[int, int]:

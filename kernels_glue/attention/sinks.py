@@ -34,6 +34,10 @@ class SinkRule:
     keys: bool
     queries: bool
 
+    def source(self, family: str) -> str:
+        """Where the rows come from, for a text."""
+        return family if self.by_hand is None else "by hand"
+
     def rows(self, tokens: int, text_rows: Callable[[], tuple[int, int]]) -> Sinks:
         """The exact rows of a sequence.
 

@@ -85,7 +85,7 @@ class Timing:
             ms = {str(name): float(time) for name, time in value["ms"].items()}
             errors = {str(name): str(said) for name, said in value.get("errors", {}).items()}
             timing = cls(str(value["chosen"]), tuple(map(str, value["candidates"])), ms, errors)
-        except (TypeError, ValueError, KeyError, AttributeError):
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
             return None
         return timing if timing.chosen in ms and all(math.isfinite(time) for time in ms.values()) else None
 

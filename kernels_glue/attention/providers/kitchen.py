@@ -30,13 +30,18 @@ class KitchenSol:
         if kitchen is None:
             command = pip("install -U comfy-kitchen")
             return f"{problem or 'comfy-kitchen is not installed'}; run: {command} and restart ComfyUI"
-        if not (hasattr(kitchen, "sol_attn") and hasattr(kitchen, "sol_attn_is_available")):
+        parts = (getattr(kitchen, name, None) for name in ("sol_attn", "sol_attn_is_available"))
+        if not all(map(callable, parts)):
             command = pip('install -U "comfy-kitchen>=0.2.32"')
             version = version_of("comfy-kitchen")
             return f"comfy-kitchen {version} has no sol_attn; run: {command} and restart ComfyUI"
         if device.type == "cpu":
-            return "comfy_kitchen's compiled Sol kernels cannot run on a CPU; choose provider reference"
-        if not kitchen.sol_attn_is_available(device):
+            return "comfy_kitchen's compiled Sol kernels cannot run on a CPU; the provider reference can"
+        try:
+            available = kitchen.sol_attn_is_available(device)
+        except Exception as error:
+            return f"comfy-kitchen {version_of('comfy-kitchen')} does not say whether it can ({error})"
+        if not available:
             return (
                 f"comfy_kitchen's compiled Sol kernels cannot run on {device}: they need an NVIDIA GPU from"
                 " SM 8.0 on and a torch built for CUDA 13, or an AMD GPU with matrix cores"

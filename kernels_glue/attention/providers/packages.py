@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 TRITON_FLOOR = (3, 6)
@@ -24,6 +26,9 @@ def load(module: str) -> tuple[ModuleType | None, str]:
     if module in _absent:
         return None, ""
     try:
+        if not _stands_in_parent(module):
+            _absent.add(module)
+            return None, ""
         return importlib.import_module(module), ""
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
@@ -31,8 +36,24 @@ def load(module: str) -> tuple[ModuleType | None, str]:
                 _absent.add(module)
             return None, ""
         return None, f"{module} is installed, but needs the package {error.name}, which is not"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return None, f"{module} is installed, but broken ({_one_line(error)})"
+
+
+def _stands_in_parent(module: str) -> bool:
+    """Whether a package has the submodule, without running somebody else's package of that name."""
+    top, *parts = module.split(".")
+    if top in sys.modules:
+        return True  # that package has run already, or its import is blocked
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return False
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for part in parts:
+        if any((folder / f"{part}.py").is_file() for folder in folders):
+            return True
+        folders = [folder / part for folder in folders if (folder / part).is_dir()]
+    return bool(folders) or not parts
 
 
 def triton_problem() -> str:
@@ -63,5 +84,5 @@ def pip(arguments: str) -> str:
     return f'"{sys.executable}" -m pip {arguments}'
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return next(iter(f"{type(error).__name__}: {error}".splitlines()))

@@ -51,7 +51,7 @@ class TritonSol:
             problems = [problem for source in _SOURCES if (problem := load(source.module)[1])]
             names = ", ".join(source.module for source in _SOURCES)
             found = "; ".join(problems) or "no Triton version of sol_attn is installed"
-            return f"{found} ({names}); put one of them on the Python path, or choose another provider"
+            return f"{found} ({names}); put one of them on the Python path"
         return ""
 
     def unsupported(self, options: SolOptions) -> str:
