@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +27,6 @@ class Evaluation:
         rule: what is exact in the sequence.
         text_rows: gives the rows [start, stop) of conditioning tokens in a sequence of so many tokens.
         text_tokens: length of the conditioning; sequences of that length are text alone, or attend to it.
-        paused: an override from before this patch computes a call that is to be dense. If it passes on to an
-            earlier application of the node, that one must not take it for a call of the model.
     """
 
     step: Step
@@ -38,7 +35,6 @@ class Evaluation:
     rule: SinkRule
     text_rows: Callable[[int], tuple[int, int]]
     text_tokens: int
-    paused: bool = False
     _sinks: dict[int, Sinks] = field(default_factory=dict)
 
     def place(self, transformer_options: Mapping[str, Any], call: AttentionCall) -> Place:
@@ -47,15 +43,6 @@ class Evaluation:
         if call.is_self_attention and call.tokens != self.text_tokens:
             layer = self.counter.layer_of(transformer_options, call.heads, call.head_dim)
         return Place(layer, layer is not None and layer in self.dense_layers, self.step)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """See `paused`."""
-        self.paused = True
-        try:
-            yield
-        finally:
-            self.paused = False
 
     def sinks(self, tokens: int) -> Sinks:
         """The exact rows of a sequence of a main block, the same for all blocks of the evaluation."""

@@ -90,8 +90,6 @@ class SolOverride:
         call = read_call(*args, **kwargs)
         request = _Request(func, args, kwargs, call)
         evaluation = self._evaluation()
-        if evaluation is not None and evaluation.paused:
-            evaluation = None
         clock = tally.timed(call.q.device) if self.config.profile else nullcontext({})
         with clock as timed:
             out = self._compute(request, evaluation, tally, timed)
@@ -211,9 +209,7 @@ class SolOverride:
 
     def _current(self, request: _Request) -> tuple[torch.Tensor, str]:
         if self.earlier is not None:
-            evaluation = self._evaluation()
-            with evaluation.pause() if evaluation is not None else nullcontext():
-                return self.earlier(request.func, *request.args, **request.kwargs), describe(self.earlier)
+            return self.earlier(request.func, *request.args, **request.kwargs), describe(self.earlier)
         args, kwargs = as_plain(request.args, request.kwargs)
         return request.func(*args, **kwargs), describe(request.func)
 
