@@ -182,6 +182,23 @@ def test_copied_options_are_no_other_pack(
     assert texts[-1].startswith(f"sparse {STEPS * 2} calls")
 
 
+def test_a_call_behind_an_evaluation_is_outside_of_it(
+    comfy: ModuleType, wan: tuple[Any, TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a ControlNet's, which gets the same options."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    source, model = wan
+    patched, _ = patch(comfy, source, **ALL)
+    comfy.sample(patched, model, steps=STEPS)
+    spy = spy_on(monkeypatch)
+    q = torch.randn(1, 2, 300, 128)
+    options = {**patched.model_options["transformer_options"], "block_index": 0}
+    attention_pytorch(q, q, q, 2, skip_reshape=True, transformer_options=options)
+    assert spy.count == 0
+    assert tally_of(patched).reasons[routing.OUTSIDE.text] == 1
+
+
 def test_a_sampling_that_never_began_leaves_the_text_alone(
     comfy: ModuleType, wan: tuple[Any, TinyModel]
 ) -> None:
@@ -191,6 +208,8 @@ def test_a_sampling_that_never_began_leaves_the_text_alone(
     comfy.sample(patched, model, steps=STEPS)
     assert len(texts) == 1
     patched.cleanup()  # what core does after running out of memory before ON_PRE_RUN
+    patched.pre_run()  # what is left of it where the next thing fails
+    patched.cleanup()
     assert len(texts) == 1
     patched.pre_run()  # without an end
     for _ in range(2):

@@ -86,7 +86,7 @@ class Session:
 
     def begin(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_PRE_RUN: of both models of a guider, before either is evaluated."""
-        if self._told or self._tally.announced:
+        if self._told:
             self._schedule = None
             self._tally = Tally()
             self._told = ""
