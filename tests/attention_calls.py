@@ -43,7 +43,7 @@ class Recording:
     marked: the calls of a second run of the same evaluation, with other conditioning.
     """
 
-    evaluation: Any
+    inputs: Any
     calls: list[Call] = field(default_factory=list)
     marked: list[Call] = field(default_factory=list)
 

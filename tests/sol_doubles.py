@@ -17,7 +17,7 @@ import torch
 from comfyui import inprocess
 
 reference = inprocess.pack_module("kernels_glue.attention.reference")
-base = inprocess.pack_module("kernels_glue.attention.sol")
+sol = inprocess.pack_module("kernels_glue.attention.sol")
 _ASK_FOR_SM = [
     inprocess.pack_module(f"kernels_glue.attention.providers.{name}")
     for name in ("devices", "nvlabs", "triton_port")
@@ -28,7 +28,7 @@ SCALE = 0.07  # neither 128 ** -0.5 nor 1
 
 
 def options(tau: float = 1.0, **others: Any) -> Any:
-    return base.SolOptions(tau, SCALE, **others)
+    return sol.SolOptions(tau, SCALE, **others)
 
 
 def of_fused(*tensors: torch.Tensor) -> list[torch.Tensor]:

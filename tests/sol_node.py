@@ -39,6 +39,17 @@ def patch(comfy: ModuleType, model: Any, *, unique_id: str = "1", **settings: An
     return result[0], result[1]
 
 
+def shown(source: Any, **settings: Any) -> tuple[Any, list[str]]:
+    """The patched model, as `patch` makes it, and a list that its texts after sampling come to."""
+    apply = inprocess.pack_module("kernels_glue.attention.apply")
+    config = inprocess.pack_module("kernels_glue.attention.config").SolConfig
+    texts: list[str] = []
+    patched, *_ = apply.patch_attention(
+        source, config.of({"provider": "reference", **settings}), texts.append
+    )
+    return patched, texts
+
+
 @dataclass
 class Spy:
     """The calls that a provider really got, in order."""

@@ -14,7 +14,7 @@ from comfyui import inprocess
 from dense_checks import call_of, error, exact, qkv, read_call
 
 dense = inprocess.pack_module("kernels_glue.attention.dense")
-devices = inprocess.pack_module("kernels_glue.attention.dense.devices")
+strides = inprocess.pack_module("kernels_glue.attention.strides")
 flash = inprocess.pack_module("kernels_glue.attention.dense.flash_packages")
 kitchen_int8 = inprocess.pack_module("kernels_glue.attention.dense.kitchen_int8")
 sdpa = inprocess.pack_module("kernels_glue.attention.dense.sdpa")
@@ -135,11 +135,11 @@ def test_views_beyond_32_bits_are_made_contiguous() -> None:
         return torch.empty((1, rows, 3, 56, 128), device="meta")[:, :, 2].transpose(1, 2)
 
     near, far = v_of_fused(99_864), v_of_fused(99_866)
-    assert devices.extent(near) == 99_863 * 21_504 + 7_168
-    assert devices.within_int32(near) is near
-    assert devices.within_int32(far).is_contiguous()
-    assert devices.extent(torch.empty(3, 0, 4)) == 0
-    assert devices.extent(torch.empty(5).expand(1000, 5)) == 5
+    assert strides.extent(near) == 99_863 * 21_504 + 7_168
+    assert strides.within_int32(near) is near
+    assert strides.within_int32(far).is_contiguous()
+    assert strides.extent(torch.empty(3, 0, 4)) == 0
+    assert strides.extent(torch.empty(5).expand(1000, 5)) == 5
 
 
 # --- FlashAttention packages ----------------------------------------------------------------------
@@ -301,7 +301,7 @@ def _meta(rows: int, heads: int = 56, head_dim: int = 128, batch: int = 1, dtype
 @pytest.mark.parametrize(
     ("q", "k", "reason"),
     [
-        # Case 13 of the field.
+        # Offsets of more rows do not fit 32 bits.
         (_meta(299_520), _meta(299_520), ""),
         (_meta(299_521), _meta(299_521), "2**31 elements or more"),
         (_meta(64), _meta(299_521), "2**31 elements or more"),
@@ -344,9 +344,7 @@ def test_kitchen_int8_takes_grouped_heads() -> None:
 def test_kitchen_int8_says_what_is_missing() -> None:
     import comfy_kitchen
 
-    assert KITCHEN.missing(CPU) == (
-        "comfy_kitchen's int8_attention needs a GPU, not cpu; choose fa as dense_backend"
-    )
+    assert KITCHEN.missing(CPU) == ("comfy_kitchen's int8_attention needs a GPU, not cpu")
     why = KITCHEN.missing(CUDA)
     if not hasattr(comfy_kitchen, "int8_attention"):
         assert why.endswith(f'has no int8_attention; run: "{sys.executable}" -m pip install -U comfy-kitchen')

@@ -135,6 +135,25 @@ def test_each_dtype_and_head_dim_is_timed(bench: Bench) -> None:
     assert len(bench.stored()) == 3
 
 
+class OnCuda(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [True]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    backend = bench.process(bench.kernel("fast", 1), bench.kernel("all", 2))
+    on_gpu = call_of(*(t.as_subclass(OnCuda) for t in qkv(1, 2, 33, 16)))
+    assert backend.run(on_gpu).kernel == "all"  # the last one takes everything
+    assert [name for name, _ in bench.runs] == ["all"] and bench.timed == 0 and not bench.path.exists()
+    capturing[0] = False
+    assert backend.run(on_gpu).kernel == "fast" and bench.timed == 2
+    capturing[0] = True  # what was timed before holds in a graph, too
+    assert backend.run(on_gpu).kernel == "fast" and bench.timed == 2
+
+
 def test_one_kernel_or_a_mask_needs_no_timing(bench: Bench) -> None:
     kernels = [bench.kernel("gone", 1, missing="not here"), bench.kernel("all", 2)]
     assert bench.process(*kernels).run(call()).kernel == "all"

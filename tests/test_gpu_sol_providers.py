@@ -12,7 +12,7 @@ from sol_data import dense, difference, smooth_qkv
 pytestmark = pytest.mark.gpu
 
 providers = inprocess.pack_module("kernels_glue.attention.providers")
-base = inprocess.pack_module("kernels_glue.attention.sol")
+sol = inprocess.pack_module("kernels_glue.attention.sol")
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 
 LENGTHS = (64, 65, 127, 128, 191, 255, 1031, 4097)
@@ -48,7 +48,7 @@ def test_kernel_equals_its_reference(kernel: Any, tokens: int, batch: int, sinks
     rows: dict[str, tuple[int, int]] = {"sink_keys": (10, tokens // 3)} if sinks else {}
     if sinks and provider.exact_queries:
         rows["sink_queries"] = (tokens // 2, tokens)
-    asked = base.SolOptions(0.7, SCALE, **rows)
+    asked = sol.SolOptions(0.7, SCALE, **rows)
     assert provider.unsupported(asked) == provider.unfit(q, k, v) == ""
     result = provider.run(q, k, v, asked).out
     expected = expected_by(*(t.float() for t in (q, k, v)), tau=0.7, **rows).out
@@ -62,7 +62,7 @@ def test_kernel_equals_its_reference(kernel: Any, tokens: int, batch: int, sinks
 def test_everything_exact_is_dense_to_the_kernels_rounding(kernel: Any, tokens: int) -> None:
     provider, _, tolerance = kernel
     q, k, v = views(tokens, 2, torch.bfloat16)
-    result = provider.run(q, k, v, base.SolOptions(-100.0, SCALE)).out
+    result = provider.run(q, k, v, sol.SolOptions(-100.0, SCALE)).out
     assert difference(result, dense(q, k, v)) < tolerance
 
 
@@ -74,7 +74,7 @@ def test_kitchen_takes_fp16_and_crooked_views(kernel: Any) -> None:
     q, k, v = views(1031, 1, torch.float16)
     crooked = torch.zeros(k.numel() + 1, dtype=k.dtype, device="cuda")[1:].view(k.shape)
     crooked.copy_(k)
-    result = provider.run(q, crooked, v, base.SolOptions(0.7, SCALE)).out
+    result = provider.run(q, crooked, v, sol.SolOptions(0.7, SCALE)).out
     torch.cuda.synchronize()
     expected = expected_by(*(t.float() for t in (q, k, v)), tau=0.7).out
     assert difference(result, expected) < tolerance

@@ -60,7 +60,7 @@ def prove(
 
 
 def _check(recording: Recording) -> tuple[int, int]:
-    model = recording.evaluation.diffusion_model
+    model = recording.inputs.diffusion_model
     main = layers.main_lists(model)
     layout = layouts.layout_for(model)
     indexed = layers.gives_block_index(model)
@@ -72,7 +72,7 @@ def _check(recording: Recording) -> tuple[int, int]:
     sizes = set()
     for i in in_blocks:
         tokens = recording.calls[i].tokens
-        start, stop = layout.text_rows(tokens, recording.evaluation)
+        start, stop = layout.text_rows(tokens, recording.inputs)
         assert changed_rows(recording, i) == list(range(start, stop))
         sizes.add((stop - start, tokens))
     assert len(sizes) == 1
@@ -289,8 +289,8 @@ def test_subclasses_go_by_their_base(comfy: ModuleType) -> None:
     layout = layouts.layout_for(radiance)
     assert issubclass(ChromaRadiance, Chroma) and layout.family == "Chroma"
     # The same packing as Chroma's, with 16 x 16 pixels a token.
-    evaluation = layouts.ModelInputs(radiance, noise(1, 3, 90, 64), noise(1, 33, 8), {})
-    assert layout.text_rows(33 + 6 * 4, evaluation) == (0, 33)
+    inputs = layouts.ModelInputs(radiance, noise(1, 3, 90, 64), noise(1, 33, 8), {})
+    assert layout.text_rows(33 + 6 * 4, inputs) == (0, 33)
 
 
 def test_unknown_and_compiled_models(tiny: MakeTiny) -> None:
@@ -302,8 +302,8 @@ def test_unknown_and_compiled_models(tiny: MakeTiny) -> None:
 
 
 def test_the_range_stays_inside_the_sequence() -> None:
-    layout = layouts.Layout("any", lambda evaluation: 10)
-    evaluation = layouts.ModelInputs(None, None, noise(1, 5, 2), {})
-    assert layout.text_rows(20, evaluation) == (0, 10)
-    assert layout.text_rows(12, evaluation) == (0, 5)
-    assert layout.text_rows(4, evaluation) == (0, 4)
+    layout = layouts.Layout("any", lambda inputs: 10)
+    inputs = layouts.ModelInputs(None, None, noise(1, 5, 2), {})
+    assert layout.text_rows(20, inputs) == (0, 10)
+    assert layout.text_rows(12, inputs) == (0, 5)
+    assert layout.text_rows(4, inputs) == (0, 4)

@@ -1,4 +1,4 @@
-"""What a fresh reader broke: each is the smallest case of a kind that went wrong."""
+"""Small cases of kinds that once went wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from comfyui import inprocess
 from comfyui.builders import TinyModel
 from int8_node import difference
-from sol_node import OVERRIDE, patch, spy_on, tally_of
+from sol_node import OVERRIDE, patch, shown, spy_on, tally_of
 
 pytestmark = pytest.mark.core
 
@@ -34,14 +34,6 @@ def inference() -> Iterator[None]:
 def wan(comfy: ModuleType, tiny: MakeTiny) -> tuple[Any, TinyModel]:
     model = tiny("wan")
     return comfy.load_unet(model.path), model
-
-
-def texts_of(session_owner: Any) -> list[str]:
-    """Collects what a patched model shows from now on."""
-    texts: list[str] = []
-    [callback] = session_owner.callbacks["on_cleanup"]["kitchen_sol_attention"]
-    callback.__self__._show = texts.append
-    return texts
 
 
 # --- layers of a model that gives no index --------------------------------------------------------
@@ -162,8 +154,7 @@ def test_nothing_sparse_is_a_warning_with_its_reason(
     source, model = wan
     if settings.get("provider") and torch.cuda.is_available():
         pytest.skip("describes what a CPU lacks")
-    patched, _ = patch(comfy, source, **{**ALL, **settings})
-    texts = texts_of(patched)
+    patched, texts = shown(source, **{**ALL, **settings})
     comfy.sample(patched, model, steps=STEPS)
     assert texts[-1].startswith(f"WARNING: nothing was sparse, because of: {why}")
 
@@ -172,10 +163,9 @@ def test_copied_options_are_no_other_pack(
     comfy: ModuleType, wan: tuple[Any, TinyModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, model = wan
-    patched, _ = patch(comfy, source, strict=True, **ALL)
+    patched, texts = shown(source, strict=True, **ALL)
     copied = patched.clone()
     copied.model_options = copy.deepcopy(patched.model_options)
-    texts = texts_of(patched)
     spy = spy_on(monkeypatch)
     comfy.sample(copied, model, steps=STEPS)
     assert spy.count == STEPS * 2
@@ -203,8 +193,7 @@ def test_a_sampling_that_never_began_leaves_the_text_alone(
     comfy: ModuleType, wan: tuple[Any, TinyModel]
 ) -> None:
     source, model = wan
-    patched, _ = patch(comfy, source, **ALL)
-    texts = texts_of(patched)
+    patched, texts = shown(source, **ALL)
     comfy.sample(patched, model, steps=STEPS)
     assert len(texts) == 1
     patched.cleanup()  # what core does after running out of memory before ON_PRE_RUN

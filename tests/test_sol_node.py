@@ -20,7 +20,6 @@ from sol_node import FAMILIES, LONG, SHORT, patch, sdpa, spy_on, tally_of, with_
 pytestmark = pytest.mark.core
 
 reference = inprocess.pack_module("kernels_glue.attention.reference")
-BLOCK = 64
 
 # The attention calls of one evaluation: the layer of each, None for what is not self-attention of a block.
 CALLS = {

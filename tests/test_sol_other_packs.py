@@ -11,7 +11,7 @@ import torch
 from comfyui import inprocess
 from comfyui.builders import TinyModel
 from int8_node import difference
-from sol_node import OVERRIDE, patch, spy_on, tally_of, with_override
+from sol_node import OVERRIDE, patch, shown, spy_on, tally_of, with_override
 
 pytestmark = pytest.mark.core
 
@@ -51,21 +51,10 @@ class Foreign:
         return 2 * function(*args, **kwargs)
 
 
-def shown(source: Any, **settings: Any) -> tuple[Any, list[str]]:
-    """The patched model, and a list that its texts after sampling come to."""
-    apply = inprocess.pack_module("kernels_glue.attention.apply")
-    config = inprocess.pack_module("kernels_glue.attention.config").SolConfig
-    texts: list[str] = []
-    patched, *_ = apply.patch_attention(
-        source, config.of({"provider": "reference", **SETTINGS, **settings}), texts.append
-    )
-    return patched, texts
-
-
 def test_an_earlier_override_is_named_where_it_is_not_used(
     comfy: ModuleType, source: Any, model: TinyModel
 ) -> None:
-    """Case 19."""
+    """Behind a pack that it knows nothing of, the node says why that one has no effect."""
     foreign = Foreign()
     earlier = with_override(source, foreign)
     patched, report = patch(comfy, earlier, **SETTINGS)
@@ -126,7 +115,7 @@ def test_a_later_override_that_takes_everything_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    patched, texts = shown(source)
+    patched, texts = shown(source, **SETTINGS)
     spy = spy_on(monkeypatch)
     replaced = with_override(patched, Foreign())
     out = comfy.sample(replaced, model, steps=STEPS)
@@ -141,7 +130,7 @@ def test_a_later_override_that_takes_everything_is_a_warning(
     comfy.sample(patched, model, steps=STEPS)
     assert spy.count == SPARSE and "WARNING" not in texts[-1]
 
-    strict, _ = shown(source, strict=True)
+    strict, _ = shown(source, strict=True, **SETTINGS)
     with pytest.raises(KitchenSolError, match=r"strict is on, and .*Foreign was set after .*Put this node"):
         comfy.sample(with_override(strict, Foreign()), model, steps=STEPS)
     comfy.sample(strict, model, steps=STEPS)
@@ -150,7 +139,7 @@ def test_a_later_override_that_takes_everything_is_a_warning(
 def test_a_later_override_that_passes_on_is_a_note(
     comfy: ModuleType, source: Any, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patched, texts = shown(source, strict=True)
+    patched, texts = shown(source, strict=True, **SETTINGS)
     foreign = Foreign(patched.model_options["transformer_options"][OVERRIDE])
     spy = spy_on(monkeypatch)
     bits = comfy.sample(with_override(patched, foreign), model, steps=STEPS)
@@ -179,9 +168,9 @@ def test_an_override_that_installs_itself_at_every_step(
 
     spy = spy_on(monkeypatch)
     if when == "before":
-        result, texts = shown(installed(source))
+        result, texts = shown(installed(source), **SETTINGS)
     else:
-        patched, texts = shown(source)
+        patched, texts = shown(source, **SETTINGS)
         result = installed(patched)
     out = comfy.sample(result, model, steps=STEPS)
     assert torch.equal(out, comfy.sample(with_override(source, foreign), model, steps=STEPS))
@@ -190,7 +179,7 @@ def test_an_override_that_installs_itself_at_every_step(
 
 
 def test_an_override_that_is_taken_away_is_said(comfy: ModuleType, source: Any, model: TinyModel) -> None:
-    patched, texts = shown(source)
+    patched, texts = shown(source, **SETTINGS)
     clone = patched.clone()
     del clone.model_options["transformer_options"][OVERRIDE]
     bits = comfy.sample(clone, model, steps=STEPS)

@@ -14,7 +14,7 @@ import torch
 from comfyui import inprocess
 from int8_node import difference
 from sol_data import smooth_qkv
-from sol_node import OVERRIDE
+from sol_node import OVERRIDE, spy_on
 
 pytestmark = pytest.mark.core
 
@@ -154,7 +154,7 @@ def test_a_mask_keeps_a_call_dense_and_is_obeyed(skip_reshape: bool, name: str, 
     assert difference(expected, core()(*tensors, H, **form)) > 0.05
     attention = Attention(dense_backend=backend)
     for out in (
-        attention(*tensors, H, mask, **form),  # case 15
+        attention(*tensors, H, mask, **form),  # by position, as some models give it
         attention(*tensors, H, mask=mask, **form),
         attention(*tensors, heads=H, mask=mask, **form),
     ):
@@ -266,7 +266,8 @@ def test_a_sparse_call_gives_the_reference(
 def test_a_wrapped_tensor_is_read_and_left_in_its_wrapper(
     dense: bool, by_name: bool, kind: str, backend: str
 ) -> None:
-    """Case 16. Core itself empties its own containers before it calls an override."""
+    """As a pack for little memory gives them. Core itself empties its own containers before it calls an
+    override."""
     import comfy.ldm.modules.attention as module
 
     wrap: Callable[[torch.Tensor], Any] = {"list": lambda t: [t], "container": Container}.get(
@@ -316,6 +317,24 @@ def test_query_sinks_of_a_kernel_without_them_are_dense_rows(
     without = reference.sol_rowwise(*plain, scale=0.05, sink_keys=rows).out
     assert difference(expected, without) > 1e-3
     assert (attention.tally.sparse, attention.tally.dense) == ({"reference": 1}, {})
+
+
+@pytest.mark.parametrize(("has_splits", "splits"), [(True, 4), (False, 1)])
+def test_automatic_kv_splits_are_for_the_kernels_that_have_them(
+    monkeypatch: pytest.MonkeyPatch, has_splits: bool, splits: int
+) -> None:
+    """On SM 9.0 and at a length at which `auto` means 4."""
+    rule = override.kv_splits_for
+    monkeypatch.setattr(override, "sm_of", lambda device: (9, 0))
+    monkeypatch.setattr(override, "kv_splits_for", lambda choice, sm, n: rule(choice, sm, n + 65536))
+    if has_splits:
+        monkeypatch.setattr(providers.PROVIDERS["reference"], "unsupported", lambda options: "")
+    spy = spy_on(monkeypatch)
+    attention = Attention(tau=0.7, thresh_type="exact", rows=(3, 40))
+    attention(*shaped(qkv(), False), H)
+    assert attention.tally.sparse == {"reference": 1}
+    [(_, asked)] = spy.calls
+    assert (asked.kv_splits, asked.tau, asked.thresh_type, asked.sink_keys) == (splits, 0.7, "exact", (3, 40))
 
 
 # --- other attention functions -------------------------------------------------------------------

@@ -19,7 +19,6 @@ from sol_data import difference, smooth_qkv
 from sol_doubles import CPU, CUDA, SCALE, meta, of_fused, options, pretend_sm
 
 providers = inprocess.pack_module("kernels_glue.attention.providers")
-base = inprocess.pack_module("kernels_glue.attention.sol")
 devices = inprocess.pack_module("kernels_glue.attention.providers.devices")
 signature = inprocess.pack_module("kernels_glue.attention.providers.signature")
 packages = inprocess.pack_module("kernels_glue.attention.providers.packages")
@@ -180,7 +179,7 @@ def test_kitchen_copies_only_what_breaks_its_rules(kitchen_spy: sol_doubles.Spy)
 
 
 def test_kitchen_takes_what_is_too_long_for_its_int8_attention() -> None:
-    """Case 13: int8_attention ends at 299,520 rows of this size and falls back; the Sol kernel goes on."""
+    """int8_attention ends at 299,520 rows of this size and falls back; the Sol kernel goes on."""
     long = meta(1, 299521, 56, 128)
     assert KITCHEN.unfit(long, long, long) == ""
 

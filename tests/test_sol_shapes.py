@@ -25,7 +25,7 @@ def core() -> Callable[..., torch.Tensor]:
     return attention_pytorch
 
 
-# --- odd grids (case 20) -------------------------------------------------------------------------
+# --- odd grids -----------------------------------------------------------------------------------
 
 ODD = {
     # 3 frames of 17 x 25 latent pixels in patches of 2: 9 x 13.
@@ -57,7 +57,7 @@ def test_grids_that_no_block_divides(
     assert tally_of(some).sparse.total() == layers_of_model
 
 
-# --- head_dim 64 (case 21) -----------------------------------------------------------------------
+# --- head_dim 64 ---------------------------------------------------------------------------------
 
 
 def test_head_dim_64_is_dense_with_its_reason(

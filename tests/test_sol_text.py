@@ -16,7 +16,7 @@ from comfyui import inprocess
 from comfyui.builders import TinyModel
 from comfyui.graphs import Graph, sampling_graph
 from comfyui.server import ComfyServer, PromptRejected
-from sol_node import LONG, NODE_ID, patch, require_cpu
+from sol_node import LONG, NODE_ID, SHORT, patch, require_cpu, shown
 
 pytestmark = pytest.mark.core
 
@@ -33,14 +33,6 @@ def inference() -> Iterator[None]:
         yield
 
 
-def shown(source: Any, **settings: Any) -> tuple[Any, list[str]]:
-    """The patched model, and a list that its texts after sampling come to."""
-    apply = inprocess.pack_module("kernels_glue.attention.apply")
-    texts: list[str] = []
-    given = config.SolConfig.of({"provider": "reference", "dense_steps": 1, **settings})
-    return apply.patch_attention(source, given, texts.append)[0], texts
-
-
 def drawn(comfy: ModuleType, source: Any, **settings: Any) -> torch.Tensor:
     node = comfy.pack_nodes()[NODE_ID]
     return comfy.run_node(node, model=source, **{"provider": "reference", **settings})[2]
@@ -54,16 +46,16 @@ def test_the_report_says_what_will_run_where(comfy: ModuleType, tiny: MakeTiny) 
     _, report = patch(comfy, flux, tau=0.5, curve="linear", tau_end=1.5, dense_layers="0,-1", steps=10)
     assert report.splitlines() == [
         "sparse: reference; dense: fa",
-        "8 of 10 steps sparse, tau 0.5 to 1.5, if sampled with 10 steps (simple)",
         "layers: 4 (double_blocks 2, single_blocks 2); always dense: 0, 3",
         "sinks: the text rows of Flux, exact as keys",
+        "with 10 steps (simple): 8 of 10 steps sparse, tau 0.5 to 1.5",
     ]
     _, report = patch(comfy, wan, dense_backend="current", dense_layers="")
     assert report.splitlines() == [
         "sparse: reference; dense: current (the model's own)",
-        "16 of 20 steps sparse, tau 1, if sampled with 20 steps (simple)",
         "layers: 2 (blocks 2); always dense: none",
         "sinks: none, this model has no text rows that the pack knows",
+        "with 20 steps (simple): 16 of 20 steps sparse, tau 1",
     ]
 
 
@@ -71,6 +63,7 @@ def test_the_report_says_what_will_run_where(comfy: ModuleType, tiny: MakeTiny) 
     ("settings", "remark"),
     [
         ({"dense_layers": "0,7"}, "note: dense_layers: '7' not or only partly in the model"),
+        ({"sink_start": 5}, "note: sink_tokens is 0, so sink_start has no effect"),
         ({"sinks": "off", "sink_tokens": 5}, "note: sinks is off, so sink_start and sink_tokens have no"),
         ({"tau_end": 2.0}, "note: curve is constant, so tau_end has no effect"),
         ({"dense_steps": 2, "dense_percent": 0.5}, "note: dense_steps is set, so dense_percent has no"),
@@ -90,7 +83,7 @@ def test_the_text_after_sampling(
 ) -> None:
     require_cpu("SDPA is what computes dense calls there")
     model = tiny("flux")
-    patched, texts = shown(comfy.load_unet(model.path), profile=profile)
+    patched, texts = shown(comfy.load_unet(model.path), dense_steps=1, profile=profile)
     caplog.set_level(logging.INFO)
     for run in (1, 2):  # a second sampling counts anew
         comfy.sample(patched, model, steps=STEPS, **LONG["flux"])
@@ -124,11 +117,11 @@ def test_the_text_after_sampling(
 def test_two_lengths_and_rows_by_hand_are_told(comfy: ModuleType, tiny: MakeTiny) -> None:
     model = tiny("wan")
     settings = {"sink_start": 3, "sink_tokens": 4, "sinks": "keys_and_queries"}
-    patched, texts = shown(comfy.load_unet(model.path), **settings)
+    patched, texts = shown(comfy.load_unet(model.path), dense_steps=1, **settings)
     comfy.sample(patched, model, steps=STEPS)
     assert "sinks: rows 3-6 exact as keys and queries (by hand)" in texts[-1].splitlines()
     assert "tokens: 32" in texts[-1].splitlines()
-    off, texts = shown(comfy.load_unet(model.path), sinks="off")
+    off, texts = shown(comfy.load_unet(model.path), dense_steps=1, sinks="off")
     comfy.sample(off, model, steps=STEPS)
     assert "sinks: none" in texts[-1].splitlines()
 
@@ -141,10 +134,30 @@ def test_a_call_that_the_dense_backend_cannot_take_is_told(
     monkeypatch.setattr(dense.BACKENDS["kitchen_int8"], "missing", lambda device: "")
     monkeypatch.setattr(dense.BACKENDS["kitchen_int8"], "unfit", lambda call: "a reason")
     model = tiny("wan")
-    patched, texts = shown(comfy.load_unet(model.path), dense_backend="kitchen_int8")
+    patched, texts = shown(comfy.load_unet(model.path), dense_steps=1, dense_backend="kitchen_int8")
     comfy.sample(patched, model, steps=STEPS)
     # Of 12 calls the self-attention of layer 1 in two steps is sparse.
     assert "given to fa instead: kitchen_int8: a reason 10" in texts[-1].splitlines()
+
+
+def test_what_a_dense_backend_remarks_is_told_once(
+    comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = inprocess.pack_module("kernels_glue.attention.dense.base")
+    BACKENDS = inprocess.pack_module("kernels_glue.attention.dense").BACKENDS
+
+    class Remarking(type(BACKENDS["fa"])):
+        def run(self, call: Any) -> Any:
+            return base.DenseResult(super().run(call).out, "stand-in", "stand-in: a remark")
+
+    monkeypatch.setitem(BACKENDS, "fa", Remarking())
+    model = tiny("wan")
+    patched, texts = shown(comfy.load_unet(model.path), dense_steps=1)
+    for _ in range(2):  # of each sampling, not of the first one alone
+        comfy.sample(patched, model, steps=STEPS)
+        lines = texts.pop().splitlines()
+        assert "dense 10 calls: stand-in 10" in lines
+        assert lines.count("stand-in: a remark") == 1
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -215,11 +228,11 @@ def test_without_matplotlib_all_else_works(
 
 
 _SEEDS = itertools.count(100)
+DEFAULTS = {field: getattr(config.SolConfig(), field) for field in config.SolConfig.__dataclass_fields__}
 
 
 def graph_with(model: TinyModel, **settings: Any) -> Graph:
-    defaults = {field: getattr(config.SolConfig(), field) for field in config.SolConfig.__dataclass_fields__}
-    inputs = {**defaults, "provider": "reference", "dense_steps": 1, **settings}
+    inputs = {**DEFAULTS, "provider": "reference", "dense_steps": 1, **settings}
     # Another seed each time, so that no sampling comes from the cache.
     return sampling_graph(
         model, model_nodes=[(NODE_ID, inputs)], steps=STEPS, seed=next(_SEEDS), save_as="sol"
@@ -248,47 +261,39 @@ def test_the_text_arrives_on_the_node_also_where_the_node_is_cached(
     assert torch.equal(server.latent("sol"), comfy.sample(direct, model, steps=STEPS, seed=seed))
 
 
-@pytest.mark.parametrize(
-    ("name", "spellings"),
-    [
-        ("dense_backend", ["FA", "flash", "Flash-Attn", "flash_attention", "fa2", "fa3", "FA4", " Current "]),
-        ("provider", ["Reference", "ref", "REF"]),
-        ("sinks", ["Keys-and-queries", "KEYS_AND_QUERIES", "keys and queries"]),
-        ("curve", ["Linear", "COSINE"]),
-        ("kv_splits", ["Auto", 1, "1"]),
-    ],
-)
+# For each choice another spelling, and what it means; test_sol_config.py has the others.
+SPELLINGS = {
+    "provider": ("REF", "reference"),
+    "dense_backend": ("Flash-Attn", "fa"),
+    "curve": ("COSINE", "cosine"),
+    "thresh_type": (" Exact", "exact"),
+    "kv_splits": (1, "1"),
+    "sinks": ("Keys and queries", "keys_and_queries"),
+}
+
+
 def test_other_spellings_are_taken_by_the_server(
-    server: ComfyServer, tiny: MakeTiny, name: str, spellings: list[Any]
+    comfy: ModuleType, server: ComfyServer, tiny: MakeTiny
 ) -> None:
+    assert SPELLINGS.keys() == config.CHOICES.keys()
+    model = tiny("flux")
+    server.add_model(model)
+    graph = graph_with(model, tau_end=2.0, **{name: spelled for name, (spelled, _) in SPELLINGS.items()})
+    graph["empty"]["inputs"] |= SHORT["flux"]  # enough tokens for each setting to count
+    server.run(graph).raise_for_errors()
+    meant = {name: meaning for name, (_, meaning) in SPELLINGS.items()}
+    direct, _ = patch(comfy, comfy.load_unet(model.path), dense_steps=1, tau_end=2.0, **meant)
+    seed = graph["sampler"]["inputs"]["seed"]
+    expected = comfy.sample(direct, model, steps=STEPS, seed=seed, **SHORT["flux"])
+    assert torch.equal(server.latent("sol"), expected)
+
+
+def test_a_wrong_choice_is_rejected_before_anything_runs(server: ComfyServer, tiny: MakeTiny) -> None:
+    """One node for each choice, all in one graph."""
     model = tiny("wan")
     server.add_model(model)
-    for spelling in spellings:
-        # Sampling one step is enough: what counts is that the graph runs.
-        graph = graph_with(model, **{name: spelling})
-        graph["sampler"]["inputs"]["steps"] = 1
-        server.run(graph).raise_for_errors()
-
-
-@pytest.mark.parametrize("spelling", ["sage", "SageAttention", "Sage-Attn", "sage_attention", "SAGEATTN"])
-def test_sage_in_every_spelling_is_understood_and_refused_on_a_cpu(
-    server: ComfyServer, tiny: MakeTiny, spelling: str
-) -> None:
-    require_cpu()
-    model = tiny("wan")
-    server.add_model(model)
-    [error] = server.run(graph_with(model, dense_backend=spelling)).errors
-    assert error.node_id == "model_1"
-    assert "dense_backend sage_attn cannot run on cpu" in error.exception_message
-
-
-@pytest.mark.parametrize("name", config.CHOICES)
-def test_a_wrong_choice_is_rejected_before_anything_runs(
-    server: ComfyServer, tiny: MakeTiny, name: str
-) -> None:
-    model = tiny("wan")
-    server.add_model(model)
+    nodes = [(NODE_ID, {**DEFAULTS, name: "nonsense"}) for name in config.CHOICES]
     with pytest.raises(PromptRejected) as rejected:
-        server.run(graph_with(model, **{name: "nonsense"}))
-    listed = ", ".join(config.CHOICES[name])
-    assert f"{name} is 'nonsense'. Use one of: {listed}." in str(rejected.value)
+        server.run(sampling_graph(model, model_nodes=nodes))
+    for name, choices in config.CHOICES.items():
+        assert f"{name} is 'nonsense'. Use one of: {', '.join(choices)}." in str(rejected.value)

@@ -190,7 +190,7 @@ def test_strict_stops_where_auto_finds_no_kernel(comfy: ModuleType, source: Any,
     require_cpu()
     relaxed, report = patch(comfy, source, provider="auto", **SETTINGS)
     assert report.startswith("sparse: nothing, no Sol kernel can run here; dense: fa")
-    assert "- not here: kitchen (" in report
+    assert "- not used: kitchen (" in report
     sample(comfy, relaxed, model)
     assert tally_of(relaxed).reasons["no Sol kernel for cpu"] == SPARSE
     strict, _ = patch(comfy, source, provider="auto", strict=True, **SETTINGS)
@@ -220,7 +220,7 @@ def test_a_chosen_backend_that_is_not_here_is_refused(comfy: ModuleType, source:
 
 @pytest.mark.parametrize(
     ("settings", "lacks"),
-    [({"kv_splits": "2"}, "kv_splits (2 asked)"), ({"token_aug": 64}, "token_aug (64 asked)")],
+    [({"kv_splits": "4"}, "kv_splits (4 asked)"), ({"token_aug": 64}, "token_aug (64 asked)")],
 )
 def test_an_option_that_the_kernel_lacks_is_refused(
     comfy: ModuleType, source: Any, settings: dict[str, Any], lacks: str
@@ -240,7 +240,7 @@ def test_auto_leaves_a_kernel_aside_that_lacks_an_option_and_a_choice_of_it_is_r
     )
     kernels(poor, rich)
     _, report = patch(comfy, source, provider="auto", thresh_type="exact")
-    assert report.startswith("sparse: triton; dense: fa") and "- not here: kitchen (has no exact)" in report
+    assert report.startswith("sparse: triton; dense: fa") and "- not used: kitchen (has no exact)" in report
     assert patch(comfy, source, provider="auto")[1].startswith("sparse: kitchen, else triton;")
     with pytest.raises(
         KitchenSolError, match=r"provider kitchen lacks what was asked: has no exact\. Set it"
@@ -277,11 +277,11 @@ def test_a_schedule_that_leaves_nothing_sparse_warns(
 
     spy = spy_on(monkeypatch)
     _, report = patch(comfy, source, dense_steps=4, steps=4)
-    assert report.startswith("WARNING: all 4 steps are dense; lower dense_steps")
+    assert report.startswith("WARNING: with 4 steps (simple): all 4 steps are dense; lower dense_steps")
     assert "3 of 4 steps sparse" in patch(comfy, source, dense_percent=0.2, steps=4)[1]
     shifted = comfy.run_node(ModelSamplingSD3, model=source, shift=50.0)[0]
     patched, report = patch(comfy, shifted, dense_percent=0.9, steps=4)
-    assert report.startswith("WARNING: all 4 steps are dense; lower dense_percent")
+    assert report.startswith("WARNING: with 4 steps (simple): all 4 steps are dense; lower dense_percent")
     comfy.sample(patched, model, steps=4)
     assert spy.count == 0 and tally_of(patched).reasons["dense step"] == 4 * 2
     # 20 steps reach further down, which counts and not what the picture was drawn for.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.samplers
 import torch
@@ -14,16 +13,16 @@ from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .devices import sm_of
 from .drawing import draw_schedule, no_drawing
-from .layers import LayerSet, gives_block_index, main_lists, parse_layers, takes_block_replacements
+from .failures import first_line
+from .layers import gives_block_index, main_lists, parse_layers, takes_block_replacements
 from .layouts import layout_for
 from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for
 from .providers.base import Provider
-from .report import ModelFacts
 from .routing import Router
 from .sampling import OVERRIDE, Model, Session, Show, watch
 from .schedule import Schedule, make_schedule
-from .sinks import SinkRule, sink_rule
+from .sinks import sink_rule
 from .sol import SolOptions
 
 if TYPE_CHECKING:
@@ -64,11 +63,10 @@ def patch_attention(
     _require_backend(config, device)
     layout = layout_for(diffusion_model)
     rule = sink_rule(config, layout is not None and layout.queries)
-    facts = ModelFacts(lists, "" if layout is None else layout.family)
     dense_layers = parse_layers(config.dense_layers, sum(count for _, count in lists))
     indexed = gives_block_index(diffusion_model)
     marks = not indexed and takes_block_replacements(diffusion_model)
-    model = Model(facts, layout, indexed, marks, dense_layers, rule)
+    model = Model(lists, layout, indexed, marks, dense_layers, rule)
 
     transformer_options = patcher.model_options.setdefault("transformer_options", {})
     earlier = transformer_options.get(OVERRIDE)
@@ -80,15 +78,13 @@ def patch_attention(
     transformer_options[OVERRIDE] = override
     watch(patcher, session, override)
 
-    kernels = _names(providers) or "nothing, no Sol kernel can run here"
-    layers = sum(count for _, count in lists)
+    name = describe(earlier) if earlier is not None else ""
+    kernels = [provider.name for provider in providers]
     head = [
-        f"sparse: {kernels}; dense: {_dense_name(config, earlier)}",
-        report.schedule_line(schedule) + f", if sampled with {config.steps} steps ({_DRAWN_SCHEDULER})",
-        f"layers: {layers} ({facts.text()}); always dense: {_dense_layers(dense_layers)}",
-        _sinks_text(rule, facts),
+        *report.settings_lines(config, kernels, name, lists, dense_layers, rule, model.family),
+        report.drawn_line(schedule, _DRAWN_SCHEDULER),
     ]
-    remarks = [*_remarks(config, dense_layers, earlier), *drawing_remark]
+    remarks = [*report.remark_lines(config, dense_layers, name), *drawing_remark]
     return patcher, report.assemble(head, remarks, list(report.missing_lines(absent))), image
 
 
@@ -134,24 +130,6 @@ def _require_backend(config: SolConfig, device: torch.device) -> None:
         )
 
 
-def _remarks(config: SolConfig, dense_layers: LayerSet, earlier: Any) -> Iterator[str]:
-    if dense_layers.remark:
-        yield f"note: {dense_layers.remark}"
-    if earlier is not None and config.dense_backend != "current":
-        yield (
-            f"note: the model carries the attention override {describe(earlier)} from before this node; it is"
-            f" not used, because dense_backend is {config.dense_backend} (current would use it)"
-        )
-    if config.sink_start and not config.sink_tokens:
-        yield "note: sink_tokens is 0, so sink_start has no effect"
-    if config.sinks == "off" and config.sink_tokens:
-        yield "note: sinks is off, so sink_start and sink_tokens have no effect"
-    if config.curve == "constant" and config.tau_end != SolConfig.tau_end:
-        yield "note: curve is constant, so tau_end has no effect"
-    if config.dense_steps >= 0 and config.dense_percent != SolConfig.dense_percent:
-        yield "note: dense_steps is set, so dense_percent has no effect"
-
-
 def _drawn_schedule(source: ModelPatcher, config: SolConfig) -> Schedule:
     sampling = source.get_model_object("model_sampling")
     sigmas = comfy.samplers.calculate_sigmas(sampling, _DRAWN_SCHEDULER, config.steps)
@@ -163,31 +141,5 @@ def _draw(schedule: Schedule, config: SolConfig) -> tuple[torch.Tensor, list[str
         title = f"{config.steps} steps, scheduler {_DRAWN_SCHEDULER}, curve {config.curve}"
         return draw_schedule(schedule.steps, title), []
     except Exception as error:  # whatever is wrong with matplotlib: the picture is decoration
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        said = first_line(error)
         return no_drawing(), [f"note: the schedule was not drawn, matplotlib does not work here ({said})"]
-
-
-def _names(providers: Sequence[Provider]) -> str:
-    return ", else ".join(provider.name for provider in providers)
-
-
-def _dense_name(config: SolConfig, earlier: Any) -> str:
-    if config.dense_backend != "current":
-        return config.dense_backend
-    return f"current ({describe(earlier)})" if earlier is not None else "current (the model's own)"
-
-
-def _dense_layers(layers: LayerSet) -> str:
-    return ", ".join(map(str, sorted(layers.layers))) or "none"
-
-
-def _sinks_text(rule: SinkRule, facts: ModelFacts) -> str:
-    if not rule.keys:
-        return "sinks: off"
-    kind = "keys and queries" if rule.queries else "keys"
-    if rule.by_hand is not None:
-        start, stop = rule.by_hand
-        return f"sinks: rows {start}-{stop - 1} by hand, exact as {kind}"
-    if not facts.family:
-        return "sinks: none, this model has no text rows that the pack knows"
-    return f"sinks: the text rows of {facts.family}, exact as {kind}"

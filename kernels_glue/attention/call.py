@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Keywords that say how to compute, as core's attention functions take them; everything else is passed on.
+# Names under which callers say that a query sees only earlier keys.
 _CAUSAL = ("is_causal", "causal")
 
 
@@ -77,6 +77,10 @@ def read_call(
         q, k, v: [B, T, H * D], or [B, H, T, D] with skip_reshape; tensors, one-item lists of tensors, or
             core's tensor containers, which are looked into and left as they are.
         heads: number of query heads.
+        mask: added to the scores or, if boolean, keys to see; [Tq, Tk], [B, Tq, Tk] or [B, H, Tq, Tk].
+        attn_precision: core's wish to compute in fp32 on some cards; only `current` follows it.
+        skip_reshape, skip_output_reshape: the form of q, k and v, and of the result.
+        options: core's other keywords; `scale`, `enable_gqa` and the like are read.
     """
     q, k, v = (peek(tensor) for tensor in (q, k, v))
     enable_gqa = bool(options.get("enable_gqa", False))

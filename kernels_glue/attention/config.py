@@ -82,6 +82,9 @@ class SolConfig:
         provider: the Sol kernel, or `auto`.
         dense_backend: what computes everything that is not sparse.
         tau: threshold of the first sparse step, in standard deviations.
+        thresh_type: how the standard deviation is computed, `diag` or `exact`.
+        kv_splits: parts of the keys that are computed side by side.
+        sinks: what is exact about the text rows.
         curve: how tau goes from `tau` to `tau_end` over the sparse steps.
         dense_percent: the part of the noise schedule that is dense, as core's percents count it.
         dense_steps: number of dense steps of the sampler instead; -1 goes by percent.
@@ -90,7 +93,7 @@ class SolConfig:
         min_tokens: shortest sequence that is sparse; 0 goes by provider.
         token_aug: single keys routed besides blocks.
         strict: an unexpected dense call is an error.
-        profile: measure the calls with events.
+        profile: measure the time of the calls.
         steps: number of steps that the schedule is drawn for; nothing else depends on it.
     """
 

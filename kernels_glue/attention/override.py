@@ -15,9 +15,9 @@ from .call import AttentionCall, as_plain, read_call
 from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .dense.base import DenseBackend
-from .dense.devices import first_line, is_out_of_memory
 from .devices import sm_of
 from .evaluation import Evaluation
+from .failures import first_line, is_out_of_memory
 from .providers import kv_splits_for
 from .providers.base import Provider
 from .routing import Reason, Router, why_dense

@@ -3,28 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from .routing import CROSS, DENSE_LAYER, FIRST_STEPS
+from .config import SolConfig
+from .layers import LayerSet
+from .routing import CROSS, DENSE_LAYER, FIRST_STEPS, OUTSIDE
 from .schedule import Schedule
-from .sinks import Sinks
+from .sinks import SinkRule, Sinks
 from .tally import Tally
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the report says about a model.
+def settings_lines(
+    config: SolConfig,
+    kernels: Sequence[str],
+    earlier: str,
+    lists: Sequence[tuple[str, int]],
+    dense_layers: LayerSet,
+    rule: SinkRule,
+    family: str,
+) -> Iterator[str]:
+    """What will run where, before anything has.
 
-    Attributes:
-        lists: its main block lists in execution order, with their lengths.
-        family: name of its layout of text rows, or empty if the table has none.
+    Args:
+        kernels: names of the Sol kernels that will be tried, in order.
+        earlier: name of the override that the model came with, or empty.
+        lists: the main block lists and their lengths.
+        family: name of the model's layout of text rows, or empty if the table has none.
     """
+    tried = ", else ".join(kernels) or "nothing, no Sol kernel can run here"
+    dense = config.dense_backend
+    if dense == "current":
+        dense = f"current ({earlier})" if earlier else "current (the model's own)"
+    yield f"sparse: {tried}; dense: {dense}"
+    counts = ", ".join(f"{name} {count}" for name, count in lists)
+    layers = ", ".join(map(str, sorted(dense_layers.layers))) or "none"
+    yield f"layers: {sum(count for _, count in lists)} ({counts}); always dense: {layers}"
+    yield _rule_line(rule, family)
 
-    lists: tuple[tuple[str, int], ...]
-    family: str
 
-    def text(self) -> str:
-        return ", ".join(f"{name} {count}" for name, count in self.lists)
+def _rule_line(rule: SinkRule, family: str) -> str:
+    if not rule.keys:
+        return "sinks: off"
+    kind = "keys and queries" if rule.queries else "keys"
+    if rule.by_hand is not None:
+        start, stop = rule.by_hand
+        return f"sinks: rows {start}-{stop - 1} by hand, exact as {kind}"
+    if not family:
+        return "sinks: none, this model has no text rows that the pack knows"
+    return f"sinks: the text rows of {family}, exact as {kind}"
+
+
+def remark_lines(config: SolConfig, dense_layers: LayerSet, earlier: str) -> Iterator[str]:
+    """Each setting that has no effect, and why."""
+    if dense_layers.remark:
+        yield f"note: {dense_layers.remark}"
+    if earlier and config.dense_backend != "current":
+        yield (
+            f"note: the model carries the attention override {earlier} from before this node; it is not used,"
+            f" because dense_backend is {config.dense_backend} (current would use it)"
+        )
+    if config.sink_start and not config.sink_tokens:
+        yield "note: sink_tokens is 0, so sink_start has no effect"
+    if config.sinks == "off" and config.sink_tokens:
+        yield "note: sinks is off, so sink_start and sink_tokens have no effect"
+    if config.curve == "constant" and config.tau_end != SolConfig.tau_end:
+        yield "note: curve is constant, so tau_end has no effect"
+    if config.dense_steps >= 0 and config.dense_percent != SolConfig.dense_percent:
+        yield "note: dense_steps is set, so dense_percent has no effect"
+
+
+def drawn_line(schedule: Schedule, scheduler: str) -> str:
+    """The schedule that the picture shows."""
+    line = schedule_line(schedule)
+    warning = "WARNING: " if line.startswith("WARNING: ") else ""
+    steps = len(schedule.steps)
+    return f"{warning}with {steps} steps ({scheduler}): {line.removeprefix(warning)}"
 
 
 def schedule_line(schedule: Schedule) -> str:
@@ -97,14 +149,15 @@ def _replaced_line(tally: Tally) -> str:
 
 
 def _why_nothing_was_sparse(tally: Tally) -> str:
-    """What kept the calls dense that steps, layers and kind would have let go sparse, most frequent first."""
+    """What kept the calls dense that their kind would have let go sparse, most frequent first."""
     if tally.sparse:
         return ""
-    planned = {FIRST_STEPS.text, DENSE_LAYER.text, CROSS.text}
-    others = {text: count for text, count in tally.reasons.items() if text not in planned}
-    if not others and FIRST_STEPS.text in tally.reasons and DENSE_LAYER.text not in tally.reasons:
+    kinds = {CROSS.text, OUTSIDE.text}
+    reasons = {text: count for text, count in tally.reasons.items() if text not in kinds}
+    if set(reasons) == {FIRST_STEPS.text}:
         return ""  # all steps are dense, which has a line of its own
-    return _listed(others or {text: n for text, n in tally.reasons.items() if text != CROSS.text})
+    planned = {FIRST_STEPS.text, DENSE_LAYER.text}
+    return _listed({text: n for text, n in reasons.items() if text not in planned} or reasons)
 
 
 def log_line(lines: Iterable[str]) -> str:
@@ -113,7 +166,7 @@ def log_line(lines: Iterable[str]) -> str:
 
 def missing_lines(missing: Mapping[str, str]) -> Iterator[str]:
     for name, why in missing.items():
-        yield f"- not here: {name} ({why})"
+        yield f"- not used: {name} ({why})"
 
 
 def assemble(*parts: Sequence[str]) -> str:

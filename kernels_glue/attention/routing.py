@@ -143,8 +143,3 @@ class Router:
     def give_up(self, provider: Provider, why: str) -> None:
         """Leaves a kernel alone that raised, for as long as this patch lives."""
         self._failed[provider.name] = why
-
-    @property
-    def failures(self) -> dict[str, str]:
-        """Kernels that raised, and what they said."""
-        return dict(self._failed)

@@ -20,7 +20,6 @@ from .evaluation import STEP, Evaluation
 from .layers import LayerCounter, LayerSet
 from .layouts import Layout, ModelInputs
 from .override import SolOverride, describe
-from .report import ModelFacts
 from .schedule import Schedule, Step, make_schedule
 from .sinks import SinkRule
 from .tally import Tally
@@ -39,20 +38,25 @@ class Model:
     """What the patch knows of the model: names and numbers, no modules.
 
     Attributes:
-        facts: what the report says about it.
+        lists: its main block lists in execution order, with their lengths.
         layout: where its text rows are; None if the table has no entry or there are none.
         gives_block_index: its blocks tell their index.
-        marks_blocks: its blocks can be made to tell it.
+        marks_blocks: they do not, and can be made to.
         dense_layers: layers that are always dense.
         rule: what is exact in its sequences.
     """
 
-    facts: ModelFacts
+    lists: tuple[tuple[str, int], ...]
     layout: Layout | None
     gives_block_index: bool
     marks_blocks: bool
     dense_layers: LayerSet
     rule: SinkRule
+
+    @property
+    def family(self) -> str:
+        """Name of its layout of text rows, or empty."""
+        return "" if self.layout is None else self.layout.family
 
 
 class Session:
@@ -125,7 +129,7 @@ class Session:
             step = self._step(base.model_sampling, t, transformer_options)
         inputs = ModelInputs(base.diffusion_model, x, c_crossattn, kwargs)
         if self._model.marks_blocks:
-            transformer_options = marked(transformer_options, self._model.facts.lists)
+            transformer_options = marked(transformer_options, self._model.lists)
         found = transformer_options.get(OVERRIDE)
         before = self._tally.calls
         self._tally.begun += 1
@@ -152,7 +156,7 @@ class Session:
         return Evaluation(
             step,
             model.dense_layers,
-            LayerCounter(model.facts.lists, model.gives_block_index),
+            LayerCounter(model.lists, model.gives_block_index),
             model.rule,
             partial(_text_rows, model.layout, inputs),
             context.shape[1] if isinstance(context, torch.Tensor) else 0,
@@ -175,7 +179,7 @@ class Session:
         if warning := report.warning_line(tally):
             lines.insert(0, warning)
         lines += tally.remarks
-        details = list(report.detail_lines(tally, self._model.rule.source(self._model.facts.family)))
+        details = list(report.detail_lines(tally, self._model.rule.source(self._model.family)))
         text = report.assemble(lines, details)
         if text == self._told:
             return

@@ -19,9 +19,10 @@ class Tally:
     """Counts of one sampling. Plain integers: nothing here waits for a GPU before `times` and `density`.
 
     Attributes:
-        sparse, dense: calls by kernel.
+        sparse, dense: calls by kernel. The exact rows that a sparse call leaves to the dense backend are part
+            of that call.
         reasons: dense calls by reason.
-        refused: calls that the chosen dense backend could not take, by reason.
+        refused: calls that the chosen dense backend could not take, rows of sparse calls included, by reason.
         tokens: sequence lengths of the sparse calls.
         sinks: exact rows of the sparse calls.
         announced, begun, done: evaluations of a model that the sampler prepared, that came to this patch,

@@ -11,9 +11,9 @@ import torch
 
 from ..call import AttentionCall
 from ..devices import sm_of
+from ..failures import first_line, is_out_of_memory
 from .base import DenseResult
 from .candidate import Candidate
-from .devices import first_line, is_out_of_memory
 from .flash_packages import FLASH_ATTENTION
 from .sdpa import CUDNN, FLASH, PLAIN
 from .timings import Timing, TimingKey, TimingStore, default_path

@@ -13,8 +13,8 @@ import torch
 
 from ..call import AttentionCall
 from ..devices import sm_of
+from ..failures import first_line
 from .candidate import Candidate
-from .devices import first_line
 
 _MAX_HEAD_DIM = 256
 

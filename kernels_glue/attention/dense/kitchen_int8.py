@@ -12,8 +12,9 @@ import torch
 from ...errors import KitchenSolError
 from ..call import AttentionCall
 from ..config import NODE
+from ..failures import first_line, is_out_of_memory
+from ..strides import INT32_REACH, within_int32
 from .base import DenseResult
-from .devices import INT32_REACH, first_line, is_out_of_memory, within_int32
 from .sdpa import broadcastable
 
 _UPDATE = f'"{sys.executable}" -m pip install -U comfy-kitchen'
@@ -43,9 +44,7 @@ class KitchenInt8Backend:
 
     def missing(self, device: torch.device) -> str:
         if device.type != "cuda":
-            return (
-                f"comfy_kitchen's int8_attention needs a GPU, not {device.type}; choose fa as dense_backend"
-            )
+            return f"comfy_kitchen's int8_attention needs a GPU, not {device.type}"
         kitchen, fault = _load()
         if kitchen is None:
             return fault
@@ -54,7 +53,7 @@ class KitchenInt8Backend:
             return ""
         return (
             "comfy_kitchen's int8_attention does not run on this GPU (it needs SM 7.5 and a torch built for"
-            " CUDA 13, or a matrix-core AMD GPU); choose fa as dense_backend"
+            " CUDA 13, or a matrix-core AMD GPU)"
         )
 
     def unfit(self, call: AttentionCall) -> str:

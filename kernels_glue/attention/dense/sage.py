@@ -16,8 +16,9 @@ from ...errors import KitchenSolError
 from ..call import AttentionCall
 from ..config import NODE
 from ..devices import sm_of
+from ..failures import first_line, is_out_of_memory
+from ..strides import INT32_REACH, within_int32
 from .base import DenseResult
-from .devices import INT32_REACH, first_line, is_out_of_memory, within_int32
 
 _HEAD_DIMS = (64, 96, 128)
 _TOO_NOISY_FROM = 160_000  # tokens, on SM 12.0
@@ -82,13 +83,13 @@ class SageBackend:
 
     def missing(self, device: torch.device) -> str:
         if device.type != "cuda":
-            return f"sageattention needs a CUDA GPU, not {device.type}; choose fa as dense_backend"
+            return f"sageattention needs a CUDA GPU, not {device.type}"
         package = load()
         if package.fault:
             return package.fault
         sm = sm_of(device)
         if package.generation == 2 and sm is not None and (sm < (8, 0) or sm[0] in (10, 11)):
-            return f"sageattention 2 has no kernel for SM {sm[0]}.{sm[1]}; choose fa as dense_backend"
+            return f"sageattention 2 has no kernel for SM {sm[0]}.{sm[1]}"
         return ""
 
     def unfit(self, call: AttentionCall) -> str:

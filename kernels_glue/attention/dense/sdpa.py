@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
+import comfy.ops
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..call import AttentionCall
 from ..devices import sm_of
+from ..strides import within_int32
 from .candidate import Candidate
-from .devices import within_int32
 
 # The kernels put batch and heads into grid dimensions that end at 65535; ComfyUI cuts at the same length.
 BATCH_LIMIT = 2**15
@@ -55,7 +54,8 @@ def _attend(
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
         causal = False
-    return _scaled_dot_product_attention()(
+    # Looked up at each call, so that what another pack puts there is used as in the rest of ComfyUI.
+    return comfy.ops.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=causal, **_options(call)
     )
 
@@ -63,16 +63,6 @@ def _attend(
 def _options(call: AttentionCall) -> dict[str, Any]:
     options: dict[str, Any] = {} if call.scale is None else {"scale": call.scale}
     return options | {"enable_gqa": True} if call.enable_gqa else options
-
-
-@lru_cache(maxsize=1)
-def _scaled_dot_product_attention() -> Callable[..., torch.Tensor]:
-    try:
-        import comfy.ops
-    except ImportError:
-        return torch.nn.functional.scaled_dot_product_attention
-    # Looked up at each call, so that what another pack puts there is used as in the rest of ComfyUI.
-    return lambda *args, **kwargs: comfy.ops.scaled_dot_product_attention(*args, **kwargs)
 
 
 def _forced(name: str, backend: SDPBackend, asks: str) -> Candidate:

@@ -155,11 +155,7 @@ class TimingStore:
 
 
 def default_path() -> Path:
-    """`kitchen_sol/attention_timings.json` in ComfyUI's user folder; in a temporary one without ComfyUI."""
-    try:
-        import folder_paths
+    """`kitchen_sol/attention_timings.json` in ComfyUI's user folder."""
+    import folder_paths
 
-        folder = Path(folder_paths.get_user_directory())
-    except (ImportError, AttributeError):
-        folder = Path(tempfile.gettempdir())
-    return folder / "kitchen_sol" / "attention_timings.json"
+    return Path(folder_paths.get_user_directory()) / "kitchen_sol" / "attention_timings.json"

@@ -12,8 +12,8 @@ PROVIDERS: dict[str, Provider] = {
     provider.name: provider for provider in (KitchenSol(), NvlabsSol(), TritonSol(), ReferenceSol())
 }
 
-# The authors' kernels are written for these. Of the others comfy_kitchen's is the faster one wherever both
-# were measured (docs/measured.md).
+# The authors' kernels are written for these. Of the other two comfy_kitchen's is the faster one in long
+# sequences (docs/measured.md, SM 9.0).
 _CUTE_SM = {(9, 0), (10, 0)}
 _SPLIT_SM, _SPLIT_TOKENS, _SPLITS = (9, 0), 65536, 4
 

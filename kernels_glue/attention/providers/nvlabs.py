@@ -23,7 +23,7 @@ class NvlabsSol:
     """The official Sol attention: contiguous [B, T, H, 128] bf16, so views of a fused QKV are copied."""
 
     name = "nvlabs"
-    min_tokens = 8192
+    min_tokens = 8192  # where Wan2GP switches its Sol attention on
     exact_queries = False
 
     def missing(self, device: torch.device) -> str:

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-TRITON_FLOOR = (3, 6)
+from ..failures import first_line
+
+TRITON_FLOOR = (3, 6)  # asked for by the paper's package and by Wan2GP's
 # Looking for a package that is not there walks the whole search path: too slow for every call.
 _absent: set[str] = set()
 
@@ -37,7 +39,7 @@ def load(module: str) -> tuple[ModuleType | None, str]:
             return None, ""
         return None, f"{module} is installed, but needs the package {error.name}, which is not"
     except (Exception, SystemExit) as error:
-        return None, f"{module} is installed, but broken ({_one_line(error)})"
+        return None, f"{module} is installed, but broken ({first_line(error)})"
 
 
 def _stands_in_parent(module: str) -> bool:
@@ -82,7 +84,3 @@ def version_of(distribution: str) -> str:
 def pip(arguments: str) -> str:
     """The command line that runs pip for this interpreter."""
     return f'"{sys.executable}" -m pip {arguments}'
-
-
-def _one_line(error: BaseException) -> str:
-    return next(iter(f"{type(error).__name__}: {error}".splitlines()))

@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 import torch
 
-from ..sol import SolOptions
+from ..sol import BLOCK, SolOptions
+from ..strides import INT32_REACH
 
 HEAD_DIM = 128
 _ALIGNMENT = 16  # bytes that the kernels load at once
@@ -25,11 +26,11 @@ def misfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: Collection
     return ""
 
 
-def past_32_bits(q: torch.Tensor, padding: int, batch: int = 1) -> str:
-    """Why offsets into [batch, T, H, D] elements, T padded to a multiple, do not fit 32 bits; or empty."""
+def past_32_bits(q: torch.Tensor, batch: int = 1) -> str:
+    """Why offsets into [batch, T, H, D] elements, T in whole blocks, do not fit 32 bits; or empty."""
     _, tokens, heads, head_dim = q.shape
-    padded = -(-tokens // padding) * padding
-    if batch * padded * heads * head_dim < 2**31:
+    padded = -(-tokens // BLOCK) * BLOCK
+    if batch * padded * heads * head_dim < INT32_REACH:
         return ""
     return f"{tokens} tokens of {heads} x {head_dim}, past its 32-bit offsets"
 

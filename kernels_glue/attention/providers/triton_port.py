@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..devices import sm_of
-from ..sol import BLOCK, SolOptions, SolResult
+from ..sol import SolOptions, SolResult
 from .devices import too_old
 from .packages import load, triton_problem
 from .signature import Argument, accepted, refusal
@@ -41,7 +41,7 @@ class TritonSol:
     """
 
     name = "triton"
-    min_tokens = 8192
+    min_tokens = 8192  # where Wan2GP switches its Sol attention on
     exact_queries = False
 
     def missing(self, device: torch.device) -> str:
@@ -58,14 +58,14 @@ class TritonSol:
         return refusal(_require()[0], _arguments(options))
 
     def unfit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-        return misfit(q, k, v, (torch.bfloat16,)) or past_32_bits(q, BLOCK)
+        return misfit(q, k, v, (torch.bfloat16,)) or past_32_bits(q)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: SolOptions) -> SolResult:
         function, strided = _require()
         int8_qk = sm_of(q.device) in _INT8_QK
         arguments = accepted(function, [*_arguments(options), Argument("int8_qk", int8_qk)])
         fit = dense_last_dim if strided else packed
-        if not past_32_bits(q, BLOCK, q.shape[0]):
+        if not past_32_bits(q, q.shape[0]):
             return SolResult(function(fit(q), fit(k), fit(v), **arguments))
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for sample in zip(out.split(1), q.split(1), k.split(1), v.split(1), strict=True):

@@ -1,4 +1,4 @@
-"""What the dense backends ask about tensors and errors."""
+"""How far apart the elements of a tensor lie, for kernels with offsets of 32 bits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,3 @@ def within_int32(tensor: torch.Tensor) -> torch.Tensor:
     A row of H3's fused qkv has 21504 elements, so a view of its v is out of reach after 99,865 rows.
     """
     return tensor if extent(tensor) < INT32_REACH else tensor.contiguous()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Says nothing about a kernel: with more memory it would have run."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error).lower()
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
