@@ -288,42 +288,6 @@ def test_side_blocks_share_the_index_of_the_block_at_which_they_join(
     assert counts == {"": 2 * 3, "0": 2 * 1, "1": 2 * 2, "-1": 2 * 2}
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_torch_compile(comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """As TorchCompileModel does it, but for the backend: Dynamo traces the model before any backend."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import skip_torch_compile_dict
-    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
-
-    def compiled(patcher: Any) -> Any:
-        clone = patcher.clone()
-        set_torch_compile_wrapper(
-            model=clone, backend="eager", options={"guard_filter_fn": skip_torch_compile_dict}
-        )
-        return clone
-
-    model = tiny("wan", num_layers=1)
-    source = comfy.load_unet(model.path)
-    expected = sample(comfy, patch(comfy, source, **SETTINGS)[0], model, steps=STEPS)
-    torch._dynamo.reset()
-    FRAME_COMPILE_COUNTER.clear()
-    spy = spy_on(monkeypatch)
-    try:
-        if when == "before":
-            result = patch(comfy, compiled(source), **SETTINGS)[0]
-        else:
-            result = compiled(patch(comfy, source, **SETTINGS)[0])
-        assert difference(sample(comfy, result, model, steps=STEPS), expected) < 1e-5
-        assert spy.count == SPARSE // 2
-        once = FRAME_COMPILE_COUNTER.copy()
-        assert sum(once.values()) > 0
-        # Neither a step nor a sampling is another graph. (Core makes one for another number of steps.)
-        sample(comfy, result, model, steps=STEPS)
-        assert once == FRAME_COMPILE_COUNTER
-    finally:
-        torch._dynamo.reset()
-
-
 # --- a guider for two models ---------------------------------------------------------------------
 
 

@@ -18,8 +18,6 @@ from comfyui.graphs import Graph, sampling_graph
 from comfyui.server import ComfyServer, PromptRejected
 from sol_node import LONG, NODE_ID, SHORT, patch, require_cpu, shown
 
-pytestmark = pytest.mark.core
-
 MakeTiny = Callable[..., TinyModel]
 config = inprocess.pack_module("kernels_glue.attention.config")
 NODE = config.NODE
