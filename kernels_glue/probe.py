@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .commands import pip
 from .errors import KitchenSolError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def require_kitchen(node: str) -> ModuleType:
         raise KitchenSolError(
             node,
             f"comfy-kitchen {_kitchen_version()} has no INT8 ConvRot.",
-            f"Run: {_pip(_INSTALL)} and restart ComfyUI.",
+            f"Run: {pip(_INSTALL)} and restart ComfyUI.",
         )
     return kitchen
 
@@ -128,7 +128,7 @@ def require_int8(node: str, device: torch.device, dtype: torch.dtype, group_size
                 node,
                 f"comfy_kitchen's INT8 kernels do not work on {_device_name(device)} in {dtype}"
                 f" with group size {group_size}: {fault}.",
-                f"Update comfy-kitchen ({_pip('install -U comfy-kitchen')}), or remove this node.",
+                f"Update comfy-kitchen ({pip('install -U comfy-kitchen')}), or remove this node.",
             )
 
 
@@ -158,8 +158,4 @@ def _kitchen_refusal(node: str, error: Exception) -> KitchenSolError:
     else:
         problem = f"comfy-kitchen is installed, but broken ({type(error).__name__}: {error})."
         command = "install --force-reinstall --no-deps comfy-kitchen"
-    return KitchenSolError(node, problem, f"Run: {_pip(command)} and restart ComfyUI.")
-
-
-def _pip(arguments: str) -> str:
-    return f'"{sys.executable}" -m pip {arguments}'
+    return KitchenSolError(node, problem, f"Run: {pip(command)} and restart ComfyUI.")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from functools import lru_cache
 from types import ModuleType
 
 import torch
 
+from ...commands import pip
 from ...errors import KitchenSolError
 from ..call import AttentionCall
 from ..config import NODE
@@ -17,7 +17,7 @@ from ..strides import INT32_REACH, within_int32
 from .base import DenseResult
 from .sdpa import broadcastable
 
-_UPDATE = f'"{sys.executable}" -m pip install -U comfy-kitchen'
+_UPDATE = pip("install -U comfy-kitchen")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MASK_DTYPES = (torch.bool, *_DTYPES)
 _KERNEL_HEAD_DIMS = (64, 128, 256)

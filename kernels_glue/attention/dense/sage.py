@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from ...commands import pip
 from ...errors import KitchenSolError
 from ..call import AttentionCall
 from ..config import NODE
@@ -59,21 +59,18 @@ def load() -> SagePackage:
         function = module.sageattn
     except ModuleNotFoundError as error:
         if error.name == "sageattention":
-            return SagePackage(None, fault=f"sageattention is not installed; run: {_pip('sageattention')}")
+            return SagePackage(
+                None, fault=f"sageattention is not installed; run: {pip('install sageattention')}"
+            )
         needed = (error.name or "").partition(".")[0]
-        fault = f"sageattention needs {needed}, which is not installed; run: {_pip(needed)}"
+        fault = f"sageattention needs {needed}, which is not installed; run: {pip(f'install {needed}')}"
         return SagePackage(None, fault=fault)
     except Exception as error:
-        fault = (
-            f"sageattention is broken ({first_line(error)}); run: {_pip('--force-reinstall sageattention')}"
-        )
+        command = pip("install --force-reinstall sageattention")
+        fault = f"sageattention is broken ({first_line(error)}); run: {command}"
         return SagePackage(None, fault=fault)
     generation = 2 if hasattr(module, "sageattn_qk_int8_pv_fp16_cuda") else 1
     return SagePackage(function, generation, "smooth_k" in inspect.signature(function).parameters)
-
-
-def _pip(arguments: str) -> str:
-    return f'"{sys.executable}" -m pip install {arguments}'
 
 
 class SageBackend:
@@ -145,7 +142,7 @@ class SageBackend:
                 NODE,
                 f"sageattention failed on q {tuple(q.shape)}, k {tuple(k.shape)} in {q.dtype}"
                 f" ({first_line(error)}).",
-                f"Choose fa as dense_backend, or update the package ({_pip('-U sageattention')}).",
+                f"Choose fa as dense_backend, or update the package ({pip('install -U sageattention')}).",
             ) from error
         return DenseResult(
             out if factor is None else out.mul_(factor), f"sageattention {package.generation}.x"

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from ...commands import pip
 from ..sol import SolOptions, SolResult, blocks_of
-from .packages import load, pip, version_of
+from .packages import load, version_of
 from .signature import Argument, accepted, refusal
 from .tensors import aligned, misfit
 

@@ -7,10 +7,11 @@ from types import ModuleType
 
 import torch
 
+from ...commands import pip
 from ..devices import sm_of
 from ..sol import BLOCK, SolOptions, SolResult
 from .devices import too_old
-from .packages import load, pip, triton_problem
+from .packages import load, triton_problem
 from .signature import Argument, accepted, refusal
 from .tensors import misfit, packed, sink_tokens
 

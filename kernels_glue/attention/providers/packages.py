@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from ...commands import pip
 from ..failures import first_line
 
 TRITON_FLOOR = (3, 6)  # asked for by the paper's package and by Wan2GP's
@@ -79,8 +80,3 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
-
-
-def pip(arguments: str) -> str:
-    """The command line that runs pip for this interpreter."""
-    return f'"{sys.executable}" -m pip {arguments}'
