@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -31,6 +32,19 @@ KNOWN_LISTS = frozenset(
     }
 )
 
+# Block lists besides the main ones: refiners, text blocks, and side branches that core counts with the
+# block at which they join.
+_SIDE_LISTS = frozenset(
+    {
+        "vace_blocks",
+        "noise_refiner",
+        "context_refiner",
+        "ref_image_refiner",
+        "text_transformer_blocks",
+        "transformer_1d_blocks",
+    }
+)
+
 Blocks = torch.nn.ModuleList | torch.nn.ModuleDict  # Cosmos 1 has its blocks in a dict
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -54,6 +68,35 @@ def find_block_lists(diffusion_model: torch.nn.Module) -> tuple[str, ...]:
     if 2 * held > _parameter_count(diffusion_model):
         return tuple(name for name, _ in candidates)
     return ()
+
+
+def main_lists(diffusion_model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
+    """Names and lengths of the main block lists, in the order in which they run.
+
+    Lists of submodules (H3's and HunyuanVideo's token refiners) count only where the model has no others, and
+    then only those of the largest submodule (the language model in HiDream-O1, not its eyes).
+    """
+    model = uncompiled(diffusion_model)
+    names = [name for name in find_block_lists(model) if name.rpartition(".")[2] not in _SIDE_LISTS]
+    owners = {name.rpartition(".")[0] for name in names}
+    owner = "" if "" in owners else max(owners, key=lambda name: _size(model, name), default="")
+    names = [name for name in names if name.rpartition(".")[0] == owner]
+    names.sort(key=is_single)  # stable: other lists keep the order in which the model defines them
+    return tuple((name, len(model.get_submodule(name))) for name in names)
+
+
+def is_single(name: str) -> bool:
+    """Whether a list holds single-stream blocks, which core numbers apart from the double-stream ones."""
+    return "single" in name
+
+
+def _size(model: torch.nn.Module, name: str) -> int:
+    return sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
+
+
+def uncompiled(module: Any) -> Any:
+    """The module itself, where torch.compile wraps it."""
+    return getattr(module, "_orig_mod", module)
 
 
 def _outermost_lists(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, Blocks]]:

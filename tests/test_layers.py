@@ -12,6 +12,7 @@ from comfyui import inprocess
 from comfyui.builders import TinyModel
 
 layers = inprocess.pack_module("kernels_glue.attention.layers")
+blocks = inprocess.pack_module("kernels_glue.blocks")
 KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
 MakeTiny = Callable[..., TinyModel]
 
@@ -110,7 +111,7 @@ LISTS = {
 @pytest.mark.parametrize("family", LISTS)
 def test_main_lists_are_those_of_the_joint_sequence(family: str) -> None:
     model = meta_models.build(family)
-    found = layers.main_lists(model)
+    found = blocks.main_lists(model)
     assert [name for name, _ in found] == LISTS[family]
     assert [length for _, length in found] == [len(model.get_submodule(name)) for name in LISTS[family]]
 
@@ -122,16 +123,16 @@ def _blocks(count: int) -> torch.nn.ModuleList:
 def test_double_blocks_run_before_single_blocks_wherever_they_stand() -> None:
     model = torch.nn.Module()
     model.single_blocks, model.double_blocks = _blocks(3), _blocks(2)
-    assert layers.main_lists(model) == (("double_blocks", 2), ("single_blocks", 3))
+    assert blocks.main_lists(model) == (("double_blocks", 2), ("single_blocks", 3))
 
 
 def test_lists_below_a_submodule_count_where_there_are_no_others() -> None:
     model = torch.nn.Module()
     model.transformer = torch.nn.Module()
     model.transformer.blocks = _blocks(2)
-    assert layers.main_lists(model) == (("transformer.blocks", 2),)
+    assert blocks.main_lists(model) == (("transformer.blocks", 2),)
     model.blocks = _blocks(3)
-    assert layers.main_lists(model) == (("blocks", 3),)
+    assert blocks.main_lists(model) == (("blocks", 3),)
 
 
 # One evaluation of each family, as core's code runs: refiners first, self-attention calls only.
@@ -157,7 +158,7 @@ def test_layers_of_an_evaluation(tiny: MakeTiny, family: str) -> None:
     model = tiny(family, **overrides)
     patcher = inprocess.load_unet(model.path)
     diffusion_model = patcher.model.diffusion_model
-    lists, indexed = layers.main_lists(diffusion_model), layers.gives_block_index(diffusion_model)
+    lists, indexed = blocks.main_lists(diffusion_model), layers.gives_block_index(diffusion_model)
     recordings = record(patcher, model, steps=2, cfg=2.0)
     assert len(recordings) == (4 if family == "h3" else 2)  # H3 evaluates its two conditions apart
     for recording in recordings:
@@ -225,7 +226,7 @@ def test_blocks_in_a_dict_are_one_list() -> None:
         pos_emb_learnable=False, affline_emb_norm=True, use_adaln_lora=True, adaln_lora_dim=64,
         device="meta", dtype=torch.float32, operations=comfy.ops.disable_weight_init,
     )  # fmt: skip
-    assert layers.main_lists(cosmos) == (("blocks", 2),)
+    assert blocks.main_lists(cosmos) == (("blocks", 2),)
 
 
 def test_lists_of_submodules_count_in_the_largest_only() -> None:
@@ -241,4 +242,4 @@ def test_lists_of_submodules_count_in_the_largest_only() -> None:
     model.visual.blocks = torch.nn.ModuleList(Block(4) for _ in range(9))
     model.language_model = torch.nn.Module()
     model.language_model.layers = torch.nn.ModuleList(Block(64) for _ in range(3))
-    assert layers.main_lists(model) == (("language_model.layers", 3),)
+    assert blocks.main_lists(model) == (("language_model.layers", 3),)

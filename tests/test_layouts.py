@@ -22,6 +22,7 @@ from comfyui.builders import TinyModel
 pytestmark = pytest.mark.core
 
 layers = inprocess.pack_module("kernels_glue.attention.layers")
+blocks = inprocess.pack_module("kernels_glue.blocks")
 MakeTiny = Callable[..., TinyModel]
 
 
@@ -61,7 +62,7 @@ def prove(
 
 def _check(recording: Recording) -> tuple[int, int]:
     model = recording.inputs.diffusion_model
-    main = layers.main_lists(model)
+    main = blocks.main_lists(model)
     layout = layouts.layout_for(model)
     indexed = layers.gives_block_index(model)
     in_blocks = [i for i, call in enumerate(recording.calls) if call.place or not indexed]

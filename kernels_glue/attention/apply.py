@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import comfy.samplers
 import torch
 
+from ..blocks import main_lists
 from ..errors import KitchenSolError
 from . import report
 from .config import NODE, SolConfig
@@ -14,7 +15,7 @@ from .dense import BACKENDS
 from .devices import sm_of
 from .drawing import draw_schedule, no_drawing
 from .failures import first_line
-from .layers import gives_block_index, main_lists, parse_layers, takes_block_replacements
+from .layers import gives_block_index, parse_layers, takes_block_replacements
 from .layouts import layout_for
 from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for

@@ -18,7 +18,7 @@ def marked(transformer_options: Mapping[str, Any], lists: tuple[tuple[str, int],
     in charge.
 
     Args:
-        lists: the main block lists, see layers.main_lists.
+        lists: the main block lists, see blocks.main_lists.
     """
     patches_replace = dict(transformer_options.get("patches_replace") or {})
     replacements = dict(patches_replace.get("dit") or {})

@@ -10,23 +10,10 @@ from typing import Any
 
 import torch
 
-from ..blocks import find_block_lists
+from ..blocks import is_single, uncompiled
 from ..errors import KitchenSolError
 from .config import NODE
-from .layouts import uncompiled
 
-# Block lists besides the main ones: refiners, text blocks, and side branches that core counts with the
-# block at which they join.
-_SIDE_LISTS = frozenset(
-    {
-        "vace_blocks",
-        "noise_refiner",
-        "context_refiner",
-        "ref_image_refiner",
-        "text_transformer_blocks",
-        "transformer_1d_blocks",
-    }
-)
 _ENTRY = re.compile(r"(-?[0-9]{1,9})(?:\s*-\s*(-?[0-9]{1,9}))?")
 # What a text editor makes of a hyphen.
 _DASHES = re.compile("[\u2010-\u2015\u2212]")
@@ -92,30 +79,6 @@ def _outside_remark(entries: list[str], count: int) -> str:
     return f"dense_layers: {', '.join(map(repr, entries))} not or only partly in the model, {has}."
 
 
-def main_lists(diffusion_model: torch.nn.Module) -> tuple[tuple[str, int], ...]:
-    """Names and lengths of the main block lists, in the order in which they run.
-
-    Lists of submodules (H3's and HunyuanVideo's token refiners) count only where the model has no others, and
-    then only those of the largest submodule (the language model in HiDream-O1, not its eyes).
-    """
-    model = uncompiled(diffusion_model)
-    names = [name for name in find_block_lists(model) if name.rpartition(".")[2] not in _SIDE_LISTS]
-    owners = {name.rpartition(".")[0] for name in names}
-    owner = "" if "" in owners else max(owners, key=lambda name: _size(model, name), default="")
-    names = [name for name in names if name.rpartition(".")[0] == owner]
-    names.sort(key=is_single)  # stable: other lists keep the order in which the model defines them
-    return tuple((name, len(model.get_submodule(name))) for name in names)
-
-
-def is_single(name: str) -> bool:
-    """Whether a list holds single-stream blocks, which core numbers apart from the double-stream ones."""
-    return "single" in name
-
-
-def _size(model: torch.nn.Module, name: str) -> int:
-    return sum(parameter.numel() for parameter in model.get_submodule(name).parameters())
-
-
 def gives_block_index(diffusion_model: torch.nn.Module) -> bool:
     """Whether the model writes `block_index` into its options as it runs (in 0.33, H3 and LTX do not)."""
     return _speaks_of("block_index", diffusion_model)
@@ -142,7 +105,7 @@ class LayerCounter:
     """Numbers the attention calls of one evaluation of a model; make one for each evaluation.
 
     Args:
-        lists: the main block lists, see main_lists.
+        lists: the main block lists, see blocks.main_lists.
         indexed: the model says itself at which block it is, see gives_block_index.
     """
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..blocks import uncompiled
+
 
 @dataclass(frozen=True)
 class ModelInputs:
@@ -63,11 +65,6 @@ def layout_for(diffusion_model: Any) -> Layout | None:
         if base.__name__ in LAYOUTS:
             return LAYOUTS[base.__name__]
     return None
-
-
-def uncompiled(module: Any) -> Any:
-    """The module itself, where torch.compile wraps it."""
-    return getattr(module, "_orig_mod", module)
 
 
 def _patches(shape: Sequence[int], patch_size: Sequence[int]) -> int:

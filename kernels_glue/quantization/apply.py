@@ -12,16 +12,17 @@ import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 
+from ..attach import refuse_bound_patches, root_patcher
 from ..errors import KitchenSolError
+from ..pristine import PristineWeights, taken
 from ..probe import int8_backend, require_int8
 from . import report
 from .config import NODE, QuantizeConfig
 from .convert import Int8Weight, Job, quantize_jobs
 from .merge import NOTHING, Merge, without
 from .patch_count import count_patches
-from .patcher import attach, refuse_bound_patches, root_patcher
+from .patcher import attach
 from .plan import Plan, make_plan, nothing_to_quantize
-from .pristine import PristineWeights, taken
 from .rebuild import QUANTIZED_PARTS, build_model, int8_entries
 from .reuse import Conversion, Conversions
 from .sampling import SamplingText, Show, watch
@@ -53,7 +54,7 @@ def quantize_model(
         KitchenSolError: the model or a setting does not allow it; nothing has been changed.
         comfy.model_management.InterruptProcessingException: the user cancelled between two layers.
     """
-    refuse_bound_patches(source)
+    refuse_bound_patches(source, NODE, "unquantized layers")
     plan = make_plan(survey(source.model.diffusion_model), config)
     if plan.to_quantize:
         conversion, reused = _converted(source, config, plan, node)

@@ -11,8 +11,8 @@ import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from .patterns import MODEL_PREFIX
-from .pristine import PristineWeights
+from ..names import MODEL_PREFIX
+from ..pristine import PristineWeights
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sized
 from dataclasses import dataclass
 
-from .patterns import MODEL_PREFIX
+from ..names import MODEL_PREFIX
 
 _DERIVED_PARTS = ("weight_scale", "comfy_quant")
 

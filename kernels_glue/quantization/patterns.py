@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-MODEL_PREFIX = "diffusion_model."
+from ..names import MODEL_PREFIX
+
 _GLOB_CHARACTERS = frozenset("*?[")
 
 

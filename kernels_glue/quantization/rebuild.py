@@ -6,18 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import comfy.model_management
 import comfy.ops
 import torch
-from comfy.quant_ops import QuantizedTensor
 
+from ..core_models import assemble, copy_config
 from .convert import Int8Weight
 from .plan import INT8_FORMAT
-from .survey import linear_modules, recorded_dtype
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
-    from comfy.supported_models_base import BASE
 
 
 # Every key that core's file format knows for one quantized layer, the bias excepted.
@@ -53,32 +50,14 @@ def build_model(
     Raises:
         RuntimeError: the new model lacks or does not know some of the keys.
     """
-    config = _copy_config(original.model_config)
+    config = copy_config(original.model_config)
     dtype = original.get_dtype()
     config.quant_config = {"mixed_ops": True}
     config.set_inference_dtype(dtype, compute_dtype)
     config.custom_operations = _operations(
         comfy.ops.pick_operations(dtype, compute_dtype, model_config=config)
     )
-    model = config.get_model(state_dict, "")
-    missing, unexpected = model.diffusion_model.load_state_dict(dict(state_dict), strict=False, assign=share)
-    if missing or unexpected:
-        raise RuntimeError(
-            "the rebuilt model does not match the original: "
-            f"missing {sorted(missing)[:5]}, unexpected {sorted(unexpected)[:5]}"
-        )
-    _restore_dtypes(original.diffusion_model, model.diffusion_model, state_dict)
-    if not comfy.model_management.is_device_cpu(offload_device):
-        model.to(offload_device)
-    return model
-
-
-def _copy_config(config: BASE) -> BASE:
-    # copy.copy asks the instance for __reduce_ex__ and friends, which core's __getattr__ answers with None.
-    copy = type(config).__new__(type(config))
-    copy.__dict__.update(config.__dict__)
-    copy.unet_config = dict(config.unet_config)
-    return copy
+    return assemble(config, original, state_dict, offload_device, share)
 
 
 def _operations(core_operations: type) -> type:
@@ -104,26 +83,3 @@ def _operations(core_operations: type) -> type:
             return entries[name]
 
     return type("KitchenOperations", (core_operations,), {"Linear": Linear})
-
-
-def _restore_dtypes(
-    original: torch.nn.Module, rebuilt: torch.nn.Module, state_dict: Mapping[str, torch.Tensor]
-) -> None:
-    """Puts unquantized linear layers back to the dtype that the original keeps them in.
-
-    Core's mixed precision Linear casts every unquantized weight to the compute dtype: that would
-    round the layers which a model wants in fp32 (MiniMax-H3's patch projections), and double raw fp8.
-    """
-    originals = dict(linear_modules(original))
-    for name, module in linear_modules(rebuilt):
-        if isinstance(module.weight, QuantizedTensor) or isinstance(originals[name].weight, QuantizedTensor):
-            continue
-        for part in ("weight", "bias"):
-            tensor = state_dict.get(f"{name}.{part}")
-            if tensor is None or getattr(module, part).dtype == tensor.dtype:
-                continue
-            setattr(module, part, torch.nn.Parameter(tensor, requires_grad=False))
-        for part in ("weight", "bias"):
-            if (dtype := recorded_dtype(originals[name], part)) is not None:
-                # What core's dynamic loading casts a parameter to when it faults it in.
-                setattr(module, f"{part}_comfy_model_dtype", dtype)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from comfy.patcher_extension import CallbacksMP
 
 from ..errors import KitchenSolError
+from ..names import MODEL_PREFIX
 from .config import NODE
 from .patch_count import count_patches
 from .patcher import KEY
-from .patterns import MODEL_PREFIX
 from .report import assemble, lora_lines
 
 if TYPE_CHECKING:

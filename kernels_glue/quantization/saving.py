@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import comfy.model_patcher
 import torch
-from comfy.patcher_extension import CallbacksMP
 from comfy.quant_ops import QuantizedTensor
+
+from ..mixins import lay_over
 
 _KEY = "kitchen_int8_saving"
 _RESIDENT = "comfy_patched_weights"  # core's mark of a layer whose weights are patched and in place
@@ -23,19 +23,7 @@ _RESIDENT = "comfy_patched_weights"  # core's mark of a layer whose weights are 
 
 def make_savable(patcher: comfy.model_patcher.ModelPatcher) -> None:
     """Gives a patcher, and every clone of it, the INT8 aware way of saving."""
-    _become_savable(None, patcher)
-    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, _KEY)
-    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, _KEY, _become_savable)
-
-
-def _become_savable(_: Any, patcher: comfy.model_patcher.ModelPatcher, *_args: Any) -> None:
-    # Core clones into the class of the original, or into a plain ModelPatcher without dynamic VRAM.
-    patcher.__class__ = _savable(type(patcher))
-
-
-@cache
-def _savable(base: type) -> type:
-    return base if issubclass(base, _SavesInt8) else type(base.__name__, (_SavesInt8, base), {})
+    lay_over(patcher, _SavesInt8, _KEY)
 
 
 class _SavesInt8:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ..blocks import find_block_lists
+from ..core_models import linear_modules, recorded_dtype
 from ..errors import KitchenSolError
 from .config import NODE
 from .plan import LayerInfo
-
-
-def linear_modules(diffusion_model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yields (dotted name, module) of every linear layer, core's quantized ones included."""
-    for name, module in diffusion_model.named_modules():
-        if _is_linear(module):
-            yield name, module
 
 
 def survey(diffusion_model: torch.nn.Module) -> tuple[LayerInfo, ...]:
@@ -42,21 +33,6 @@ def survey(diffusion_model: torch.nn.Module) -> tuple[LayerInfo, ...]:
         _describe(name, module, name.startswith(prefixes), dtype)
         for name, module in linear_modules(diffusion_model)
     )
-
-
-def recorded_dtype(module: torch.nn.Module, parameter: str = "weight") -> torch.dtype | None:
-    """The dtype that the model's code asked for, where core recorded it; the parameter may have another.
-
-    Core's mixed precision Linear has no record for its weight: unquantized, it holds it in the compute dtype.
-    """
-    return getattr(module, f"{parameter}_comfy_model_dtype", None)
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    # Core's mixed precision Linear is not a torch.nn.Linear, but names its sizes alike.
-    if isinstance(module, torch.nn.Linear):
-        return True
-    return isinstance(module, comfy.ops.CastWeightBiasOp) and hasattr(module, "in_features")
 
 
 def _describe(name: str, module: torch.nn.Module, in_block: bool, dtype: torch.dtype | None) -> LayerInfo:

@@ -10,7 +10,7 @@ import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from .patterns import MODEL_PREFIX
+from .names import MODEL_PREFIX
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel

@@ -1,0 +1,1 @@
+"""Layerwise Offload: block weights stream from host memory within a VRAM budget."""

@@ -1,0 +1,138 @@
+"""What one application of the node keeps: its settings, and what it pins. Clones of the patcher share it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import KitchenSolError
+from .config import NODE, OffloadConfig
+from .lane import CudaLane
+from .pinning import Pins, can_pin
+from .plan import Plan, Sizes, Wishes, gib, make_plan, smallest_plan
+from .streaming import Lane, Streaming
+
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+    from comfy.model_patcher import ModelPatcher
+
+# The attachment of a patcher, and the attribute of a model whose blocks are placed.
+KEY = "kitchen_layerwise_offload"
+
+
+@dataclass
+class Placed:
+    """What stands on a model while its blocks are placed.
+
+    Attributes:
+        owner: id of the patcher that loaded it.
+        outside: bytes of weights outside of its blocks.
+        remarks: what could not be as it was wanted.
+    """
+
+    streaming: Streaming
+    owner: int
+    outside: int
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass
+class Offload:
+    """Settings and pinned memory of one application of the node.
+
+    Attributes:
+        lane_for: makes the way to a device.
+    """
+
+    config: OffloadConfig
+    lane_for: Callable[[torch.device], Lane] = CudaLane
+    _pins: weakref.WeakKeyDictionary[Any, Pins] = field(default_factory=weakref.WeakKeyDictionary)
+
+    @property
+    def wishes(self) -> Wishes:
+        """The settings that the plan needs."""
+        return Wishes(self.config.resident_blocks, self.config.prefetch_blocks)
+
+    def pins_of(self, model: BaseModel) -> Pins:
+        """What is pinned of a model."""
+        return self._pins.setdefault(model, Pins(self.config.pinned_limit))
+
+    def plan(self, sizes: Sizes, allowed: float) -> tuple[Plan, tuple[str, ...]]:
+        """The plan for what ComfyUI allows, and remarks.
+
+        Args:
+            allowed: bytes that are free for weights; infinity where the whole model fits.
+
+        Raises:
+            KitchenSolError: the settings ask for more than there is.
+        """
+        budget = self.config.budget
+        if budget is not None and budget <= allowed:
+            return make_plan(sizes, budget, self.wishes), ()
+        try:
+            plan = make_plan(sizes, allowed, self.wishes)
+        except KitchenSolError:
+            if self.wishes.resident_blocks > 0:
+                raise
+            plan = smallest_plan(sizes, self.wishes)
+            return plan, (f"note: ComfyUI finds room for {gib(allowed)} of weights; the least is used",)
+        if budget is None or plan.device_bytes == make_plan(sizes, budget, self.wishes).device_bytes:
+            return plan, ()
+        free = gib(allowed)
+        return plan, (f"note: of the budget of {gib(budget)} only {free} are free beside the activations",)
+
+    def plan_within(self, sizes: Sizes, size: float) -> Plan | None:
+        """The plan when ComfyUI wants memory back, or None if the model cannot do with as little."""
+        if self.wishes.resident_blocks >= 0:
+            return None
+        try:
+            return make_plan(sizes, size, self.wishes)
+        except KitchenSolError:
+            return None
+
+    def pins_wanted(self) -> bool:
+        """Whether host memory is pinned at all."""
+        return self.config.pin_memory != "off" and can_pin()
+
+    def check_pinned(self, streaming: Streaming) -> tuple[str, ...]:
+        """Remarks about blocks that are not pinned.
+
+        Raises:
+            KitchenSolError: pinning was required.
+        """
+        left = len(streaming.unpinned)
+        if not left or self.config.pin_memory == "off":
+            return ()
+        total = len(streaming.plan.streamed)
+        if not can_pin():
+            why = "ComfyUI does not pin memory here (--disable-pinned-memory?)"
+        else:
+            why = f"{gib(streaming.pins.bytes)} are pinned, and the limit is {gib(streaming.pins.limit())}"
+        if self.config.pin_memory == "on":
+            raise KitchenSolError(
+                NODE,
+                f"pin_memory is on, and {left} of {total} streamed blocks could not be pinned: {why}.",
+                "Set pin_memory to auto, raise max_pinned_gb, or close what uses the memory.",
+            )
+        return (f"note: {left} of {total} streamed blocks are not pinned and copied slowly: {why}",)
+
+
+def offload_of(patcher: ModelPatcher) -> Offload | None:
+    """The node's application that a patcher carries."""
+    return patcher.attachments.get(KEY)
+
+
+def placed_on(model: BaseModel) -> Placed | None:
+    """What is placed of a model now."""
+    return model.__dict__.get(KEY)
+
+
+def allowed_bytes(lowvram_model_memory: float, full_load: bool) -> float:
+    """What core's arguments of `load` say of the room for weights."""
+    # Core writes 1e32 for no limit.
+    return math.inf if full_load or lowvram_model_memory >= 1e31 else lowvram_model_memory

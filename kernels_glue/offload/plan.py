@@ -1,0 +1,129 @@
+"""Decides which blocks stay on the device: from sizes and a budget, without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..errors import KitchenSolError
+from .config import GIB, NODE
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model's weights as they lie on the device.
+
+    Attributes:
+        outside: what is not in a block, and always on the device.
+        blocks: one slab a block, in the order in which the blocks run.
+        aside: indices of blocks that are not of the main lists (refiners, side branches). They run once a
+            sampling or over few tokens, so they are the last to become resident.
+    """
+
+    outside: int
+    blocks: tuple[int, ...]
+    aside: frozenset[int] = frozenset()
+
+    @property
+    def total(self) -> int:
+        """All weights."""
+        return self.outside + sum(self.blocks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is where.
+
+    Attributes:
+        resident: indices of the blocks whose weights stay on the device.
+        streamed: indices of the others, in order.
+        slots: device slabs through which they rotate.
+        slot_bytes: size of each of these.
+        device_bytes: all weights on the device, slots included.
+    """
+
+    resident: tuple[int, ...]
+    streamed: tuple[int, ...]
+    slots: int
+    slot_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user set of the plan: see OffloadConfig."""
+
+    resident_blocks: int = -1
+    prefetch_blocks: int = 1
+
+
+def make_plan(sizes: Sizes, budget: float, wishes: Wishes = Wishes()) -> Plan:
+    """As many resident blocks as the budget holds, or as many as the user wants, spread evenly.
+
+    Args:
+        budget: bytes for all weights on the device; infinity for no limit.
+
+    Raises:
+        KitchenSolError: the budget holds not even the slots, or not the blocks that the user wants.
+    """
+    count = len(sizes.blocks)
+    wanted = min(wishes.resident_blocks, count)
+    if wanted >= 0:
+        plan = _place(sizes, wanted, wishes)
+        if plan.device_bytes > budget:
+            raise _too_many(plan, wishes, budget)
+        return plan
+    for resident in range(count, -1, -1):
+        plan = _place(sizes, resident, wishes)
+        if plan.device_bytes <= budget:
+            return plan
+    raise _too_small(plan, sizes, budget)
+
+
+def smallest_plan(sizes: Sizes, wishes: Wishes = Wishes()) -> Plan:
+    """The plan that needs the least of the device: one slot more than is copied ahead, nothing resident."""
+    return _place(sizes, 0, replace(wishes, resident_blocks=-1))
+
+
+def _place(sizes: Sizes, resident: int, wishes: Wishes) -> Plan:
+    count = len(sizes.blocks)
+    streamed = _spread(count, count - resident, sizes.aside)
+    kept = tuple(sorted(set(range(count)) - set(streamed)))
+    slots = min(wishes.prefetch_blocks + 1, len(streamed))
+    slot_bytes = max((sizes.blocks[i] for i in streamed), default=0)
+    device = sizes.outside + sum(sizes.blocks[i] for i in kept) + slots * slot_bytes
+    return Plan(kept, streamed, slots, slot_bytes, device)
+
+
+def _spread(count: int, streamed: int, aside: frozenset[int]) -> tuple[int, ...]:
+    """`streamed` of `count` indices with even gaps, so that each copy has as much compute to hide behind."""
+    first = sorted(aside)[:streamed]
+    main = [i for i in range(count) if i not in aside]
+    rest = streamed - len(first)
+    chosen = [main[(2 * k + 1) * len(main) // (2 * rest)] for k in range(rest)]
+    return tuple(sorted([*first, *chosen]))
+
+
+def _too_many(plan: Plan, wishes: Wishes, budget: float) -> KitchenSolError:
+    return KitchenSolError(
+        NODE,
+        f"resident_blocks is {wishes.resident_blocks}, which needs {gib(plan.device_bytes)} of device memory,"
+        f" and the budget is {gib(budget)}.",
+        "Lower resident_blocks, set it to -1, or raise vram_budget_gb.",
+    )
+
+
+def _too_small(plan: Plan, sizes: Sizes, budget: float) -> KitchenSolError:
+    return KitchenSolError(
+        NODE,
+        f"the budget is {gib(budget)}, and this model needs {gib(plan.device_bytes)} even with all blocks"
+        f" streamed ({gib(sizes.outside)} outside of its blocks, {plan.slots} slabs of"
+        f" {gib(plan.slot_bytes)}).",
+        "Raise vram_budget_gb, lower prefetch_blocks, or quantize the model first.",
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes as text; small sizes keep two digits that say something."""
+    if size >= GIB / 100:
+        return f"{size / GIB:.2f} GiB"
+    return f"{size / 2**20:.2f} MiB"
