@@ -6,6 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .copies import warn_of_other_copies
 from .kitchen_int8 import KitchenInt8QuantizeModel
+from .layerwise_offload import KitchenLayerwiseOffload
 from .sol_attention import KitchenSolAttentionPatch
 
 
@@ -16,4 +17,4 @@ class KitchenSolExtension(ComfyExtension):
         warn_of_other_copies()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [KitchenInt8QuantizeModel, KitchenSolAttentionPatch]
+        return [KitchenInt8QuantizeModel, KitchenSolAttentionPatch, KitchenLayerwiseOffload]

@@ -195,6 +195,28 @@ def test_the_contract_of_the_sol_node_is_what_was_published() -> None:
     assert outputs == [("model", "MODEL"), ("report", "STRING"), ("schedule", "IMAGE")]
 
 
+def test_the_contract_of_the_offload_node_is_what_was_published() -> None:
+    """Written by hand from the specification: a regeneration cannot change it by mistake."""
+    node = json.loads(FILE.read_text(encoding="utf-8"))["KitchenLayerwiseOffload"]
+    assert (node["display_name"], node["category"]) == ("Layerwise Offload", "model/patch")
+    found = {slot["name"]: slot.get("options", slot.get("default")) for slot in node["inputs"]}
+    expected = {
+        "model": None,
+        "vram_budget_gb": 0.0,
+        "resident_blocks": -1,
+        "prefetch_blocks": 1,
+        "pin_memory": ["auto", "on", "off"],
+        "max_pinned_gb": 0.0,
+        "strategy": ["auto", "stream", "core"],
+    }
+    assert list(found) == list(expected)
+    assert found == expected
+    kinds = [slot["type"] for slot in node["inputs"]]
+    assert kinds == ["MODEL", "FLOAT", "INT", "INT", "COMBO", "FLOAT", "COMBO"]
+    assert {slot["section"] for slot in node["inputs"]} == {"required"}
+    assert [(x["name"], x["type"]) for x in node["outputs"]] == [("model", "MODEL"), ("report", "STRING")]
+
+
 OLD: Contract = {
     "A": {
         "node_id": "A",

@@ -66,16 +66,17 @@ def patched(
 
 @pytest.fixture
 def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """slow_copies(): from now on every copy takes some 20 ms longer, on the copy stream alone."""
-    lane = inprocess.pack_module("kernels_glue.offload.lane").CudaLane
-    copy = lane._copy
+    """slow_copies(): from now on every piece of a copy takes some 20 ms longer, and the compute does not."""
+    track = inprocess.pack_module("kernels_glue.offload.lane")._Track
+    piece = track._piece
 
-    def slowed(self: Any, target: Any, source: Any, after: Any) -> Any:
-        with torch.cuda.stream(self._stream):
-            torch.cuda._sleep(40_000_000)
-        return copy(self, target, source, after)
+    def slowed(self: Any, target: Any, source: Any, after: Any) -> None:
+        for stream in self._streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(40_000_000)
+        piece(self, target, source, after)
 
-    return lambda: monkeypatch.setattr(lane, "_copy", slowed)
+    return lambda: monkeypatch.setattr(track, "_piece", slowed)
 
 
 def test_streamed_blocks_compute_the_bits_of_resident_ones(

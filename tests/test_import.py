@@ -94,6 +94,9 @@ def test_importing_loads_nothing_below_the_schema_but_pure_settings(loaded: dict
         ".attention",
         ".attention.config",
         ".errors",
+        ".names",
+        ".offload",
+        ".offload.config",
         ".quantization",
         ".quantization.config",
         ".quantization.patterns",
@@ -168,8 +171,14 @@ def test_the_pack_imports_itself_relatively() -> None:
         assert not isinstance(node, ast.ImportFrom) or node.level == 1 or node.module == "__future__"
 
 
-@pytest.mark.parametrize("module", ["config", "patterns", "plan", "roles", "report", "patch_count"])
-def test_decisions_import_neither_torch_nor_comfyui(module: str) -> None:
+@pytest.mark.parametrize(
+    ("package", "module"),
+    [
+        *(("quantization", x) for x in ("config", "patterns", "plan", "roles", "report", "patch_count")),
+        *(("offload", x) for x in ("config", "plan", "order", "rotation", "report")),
+    ],
+)
+def test_decisions_import_neither_torch_nor_comfyui(package: str, module: str) -> None:
     allowed = {*sys.stdlib_module_names}
-    found = [x[1] for x in imports("kernels_glue/quantization") if x[0] == f"{module}.py"]
+    found = [x[1] for x in imports(f"kernels_glue/{package}") if x[0] == f"{module}.py"]
     assert found and {name.partition(".")[0] for name in found} <= allowed

@@ -21,13 +21,17 @@ from comfyui import inprocess
 
 pytestmark = pytest.mark.core
 
-INT8, SOL = "KitchenInt8QuantizeModel", "KitchenSolAttentionPatch"
+INT8, SOL, OFFLOAD = "KitchenInt8QuantizeModel", "KitchenSolAttentionPatch", "KitchenLayerwiseOffload"
 # The package below kernels_glue that holds a node's code, and what it requires.
-PACKAGES = {INT8: "quantization", SOL: "attention"}
+PACKAGES = {INT8: "quantization", SOL: "attention", OFFLOAD: "offload"}
 REQUIREMENTS = {
     node: inprocess.pack_module(f"kernels_glue.{package}.requirements") for node, package in PACKAGES.items()
 }
-DISPLAY_NAMES = {INT8: "Kitchen INT8 Quantize Model", SOL: "Sol Attention Patch"}
+DISPLAY_NAMES = {
+    INT8: "Kitchen INT8 Quantize Model",
+    SOL: "Sol Attention Patch",
+    OFFLOAD: "Layerwise Offload",
+}
 INT8_INPUTS = {
     "group_size": "auto",
     "layers": "blocks",
@@ -74,15 +78,18 @@ def test_a_missing_name_is_named(
     assert refusal(comfy, node) == name
 
 
-@pytest.mark.parametrize(("name", "parameter"), REQUIREMENTS[INT8].PARAMETERS)
+@pytest.mark.parametrize(
+    ("node", "name", "parameter"),
+    [(node, *pair) for node in (INT8, OFFLOAD) for pair in REQUIREMENTS[node].PARAMETERS],
+)
 def test_a_missing_parameter_is_named(
-    comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, parameter: str
+    comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, node: str, name: str, parameter: str
 ) -> None:
     owner, _, attribute = name.rpartition(".")
     monkeypatch.setattr(
         pkgutil.resolve_name(owner), attribute, without(pkgutil.resolve_name(name), parameter)
     )
-    assert refusal(comfy) == f"{name}({parameter}=...)"
+    assert refusal(comfy, node) == f"{name}({parameter}=...)"
 
 
 def test_a_missing_weight_format_is_named(comfy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,15 +144,37 @@ def test_the_pack_loads_without_any_of_it(comfy: ModuleType, monkeypatch: pytest
     [
         (INT8, ("ops.pick_operations", "quant_ops.QuantizedTensor", "model_patcher.ModelPatcher.clone")),
         (SOL, ("samplers.calculate_sigmas", "model_patcher.ModelPatcher.clone")),
+        (OFFLOAD, ("model_patcher.wipe_lowvram_weight", "patcher_extension.CallbacksMP")),
     ],
 )
 def test_everything_that_the_code_uses_by_name_is_required(node: str, some: tuple[str, ...]) -> None:
     """So that a new use cannot be forgotten in the list."""
-    files = [*GLUE.glob("*.py"), *(GLUE / PACKAGES[node]).rglob("*.py")]
-    used = {name for path in files for name in uses_of_comfy(path)}
+    used = {name for path in files_of(PACKAGES[node]) for name in uses_of_comfy(path)}
     assert {f"comfy.{name}" for name in some} <= used
     known = REQUIREMENTS[node].NAMES
     assert {name for name in used if not any(f"{k}.".startswith(f"{name}.") for k in known)} == set()
+
+
+def files_of(package: str) -> set[Path]:
+    """The files of a package below kernels_glue, and those that they import."""
+    found: set[Path] = set()
+    waiting = set((GLUE / package).rglob("*.py"))
+    while waiting:
+        path = waiting.pop()
+        found.add(path)
+        waiting |= set(imports_of(path)) - found
+    return found
+
+
+def imports_of(path: Path) -> Iterator[Path]:
+    """The files of the pack that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+        # A name is a module of that folder, or something that the module of that name has.
+        candidates = [folder.with_suffix(".py"), *(folder / f"{alias.name}.py" for alias in node.names)]
+        yield from (file for file in candidates if file.is_file())
 
 
 def uses_of_comfy(path: Path) -> Iterator[str]:
@@ -158,13 +187,21 @@ def uses_of_comfy(path: Path) -> Iterator[str]:
         if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
         for node in ast.walk(branch)
     }
+    short = {
+        alias.asname: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname
+    }
     for node in ast.walk(tree):
         if node in only_typing:
             continue
         if isinstance(node, ast.ImportFrom) and not node.level and node.module.startswith("comfy."):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute):
-            name = ast.unparse(node)
+            first, dot, rest = ast.unparse(node).partition(".")
+            name = short.get(first, first) + dot + rest
             owner, _, attribute = name.rpartition(".")
             if name.startswith("comfy.") and name.count(".") == 2 and "(" not in name:
                 yield name

@@ -28,12 +28,13 @@ from tiny_workflows import behind, for_the_reference, nodes_of, tiny_model_for, 
 
 SHIPPED = sorted((PACK_ROOT / "workflows").glob("*.json"))
 FROZEN = sorted((Path(__file__).parent / "workflows").glob("*.json"))
-INT8 = "KitchenInt8QuantizeModel"
+INT8, OFFLOAD = "KitchenInt8QuantizeModel", "KitchenLayerwiseOffload"
 
 # Of the two blocks of the tiny Wan model with 10 linear layers each, and 6 layers outside of them; of the two
 # blocks of the tiny H3 model and the one of its token refiner with 4 layers each, and 10 other layers.
 QUANTIZED = {
     "workflows/kitchen_int8_sol_h3": (12, 22),
+    "workflows/kitchen_int8_sol_offload_wan": (20, 26),
     "workflows/kitchen_int8_wan": (20, 26),
     "tests/workflows/kitchen_int8_wan": (20, 26),
     # blocks+modulation adds time_projection; blocks.0 and *.ffn.2 are ignored: 1 + 10 - 1.
@@ -53,6 +54,13 @@ SPARSE = {
         "dense because of: cross-attention 8, dense layer 3, dense step 2",
         "3 of 4 steps sparse, tau 1",
         "tokens: 512",  # 2 x 16 x 16
+        "sinks: none",
+    ),
+    "workflows/kitchen_int8_sol_offload_wan": (
+        "sparse 3 calls: reference 3",
+        "dense because of: cross-attention 8, dense layer 3, dense step 2",
+        "3 of 4 steps sparse, tau 1",
+        "tokens: 512",
         "sinks: none",
     ),
     "workflows/kitchen_int8_sol_h3": (
@@ -244,6 +252,23 @@ def test_a_frozen_workflow_gives_every_sol_setting_by_name(info: Info) -> None:
     assert not [name for name in defaults.keys() & node["inputs"] if defaults[name] == node["inputs"][name]]
 
 
+def test_a_frozen_workflow_gives_every_offload_setting_by_name(info: Info) -> None:
+    """By hand, like the ones above: no setting has its default or the value of another."""
+    [path] = [path for path in FROZEN if path.stem == "kitchen_offload_wan_nothing_default"]
+    [node] = [node for node in recorded_api(path).values() if node["class_type"] == OFFLOAD]
+    assert node["inputs"] == {
+        "model": ["2", 0],
+        "vram_budget_gb": 7.5,
+        "resident_blocks": 1,
+        "prefetch_blocks": 2,
+        "pin_memory": "off",
+        "max_pinned_gb": 3.5,
+        "strategy": "stream",
+    }
+    defaults = {slot.name: slot.default for slot in ui_workflow.slots(info[OFFLOAD]["input"])}
+    assert not [name for name in defaults.keys() & node["inputs"] if defaults[name] == node["inputs"][name]]
+
+
 def change_inputs(info: Info, change: Callable[[list[tuple[str, Any]]], None]) -> Info:
     changed = copy.deepcopy(info)
     inputs = list(changed[INT8]["input"]["required"].items())
@@ -303,6 +328,11 @@ def test_the_workflow_runs_on_a_tiny_model(path: Path, server: ComfyServer, tiny
         assert re.search(rf"(: |, )({TOO_SMALL}) 3(, |$)", reasons), reasons
         assert [lines_of(result.outputs[k]["text"][0]) for k in behind(graph, key, 1)] == [report]
         assert [len(result.outputs[k]["images"]) for k in behind(graph, key, 2)] == [1]
+
+    for key in nodes_of(graph, OFFLOAD):
+        texts = [lines_of(text) for text in result.texts_of(key)]
+        assert texts and all(texts)
+        assert [lines_of(result.outputs[k]["text"][0]) for k in behind(graph, key, 1)] == [texts[0]]
 
     nodes = nodes_of(graph, INT8)
     for key in nodes:

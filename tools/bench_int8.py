@@ -19,27 +19,17 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 # ComfyUI chooses torch's allocator, so nothing that imports torch may be imported before it starts.
+from benchkit.models import H3, load, random_weights
 from comfyui import inprocess
 
 GIB = 2**30
-# MiniMax-H3 with its small modulation table (the curve form that its checkpoints have).
-H3 = dict(
-    hidden_size=5376, num_layers=50, token_refiner_num_layers=2, num_attention_heads=56,
-    attention_head_dim=128, ffn_hidden_size=14336, text_dim=5120, time_embed_dim=8,
-    adaln_curve_grid=1024, rope_inv_freq_len=16,
-)  # fmt: skip
-TEXT_TOKENS = 256
-# (label, pixels and frames) whose packed sequences have about 7 and 33 thousand tokens.
-LENGTHS = {
-    "short": {"width": 1344, "height": 768, "length": 22},
-    "long": {"width": 1344, "height": 768, "length": 107},
-}
+# H3's lengths under the names that this benchmark gives them.
+LENGTHS = {"short": H3.lengths["7k"], "long": H3.lengths["33k"]}
 
 rows: list[tuple[str, str]] = []
 
@@ -59,10 +49,10 @@ def main() -> None:
     with torch.inference_mode():
         _machine()
         _touch_host_memory(options.touch_gib)
-        weights = _random_weights(options.blocks)
+        weights = random_weights(H3.with_blocks(options.blocks))
         source = _load(weights)
         del weights
-        tiny = _sampling_spec()
+        tiny = H3.sampling("7k")
         quantized = _conversion(source, options.repeats)
         _sampling("bf16", source, tiny, options)
         _sampling("INT8", quantized, tiny, options)
@@ -108,47 +98,11 @@ def _touch_host_memory(gib: int) -> None:
         row("host memory touched first", f"{sum(t.nbytes for t in touched) / GIB:.0f} GiB")
 
 
-def _random_weights(blocks: int) -> dict[str, Any]:
-    """Random bf16 weights in pageable, touched host memory; drawn on the GPU because that is faster."""
-    import torch
-    from comfy.ldm.minimax.model import MiniMaxH3Model
-    from comfyui.builders import state_dict_template
-
-    template = state_dict_template(MiniMaxH3Model, {**H3, "num_layers": blocks}, torch.bfloat16)
-    generator = torch.Generator("cuda").manual_seed(0)
-    weights = {}
-    for name, tensor in template.items():
-        values = torch.randn(tensor.shape, generator=generator, device="cuda", dtype=torch.float32)
-        values = 1 + 0.05 * values if tensor.ndim == 1 and name.endswith("weight") else 0.02 * values
-        weights[name] = values.to(tensor.dtype).cpu()
-    weights["rope.inv_freq"] = 10000.0 ** (-torch.arange(16, dtype=torch.float32) / 16)
-    torch.cuda.empty_cache()
-    return weights
-
-
 def _load(weights: dict[str, Any]) -> Any:
-    import comfy.sd
-
-    source = comfy.sd.load_diffusion_model_state_dict(weights)
+    source = load(weights)
     block_bytes = sum(p.nbytes for p in source.model.diffusion_model.blocks.parameters())
     row("block weights in bf16", f"{block_bytes / GIB:.1f} GiB")
     return source
-
-
-def _sampling_spec() -> Any:
-    from comfyui.builders import TinyModel
-
-    return TinyModel(
-        family="h3",
-        path=Path(),
-        config=MappingProxyType(H3),
-        dtype=None,
-        latent_node="EmptyMiniMaxH3LatentAV",
-        latent_module="comfy_extras.nodes_minimax_h3",
-        latent_inputs=MappingProxyType(LENGTHS["short"]),
-        latent_shapes=(),
-        context_shape=(TEXT_TOKENS, H3["text_dim"]),
-    )
 
 
 # --- converting ---------------------------------------------------------------------------------
@@ -300,9 +254,7 @@ def _seconds_a_step(model: Any, tiny: Any, latent: dict[str, int], steps: int) -
     def stamp(executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         torch.cuda.synchronize()
         stamps.append(time.perf_counter())
-        video, audio = x[0], x[1]
-        rows = video.shape[2] * ((video.shape[3] + 1) // 2) * ((video.shape[4] + 1) // 2)
-        tokens[0] = TEXT_TOKENS + audio.shape[-1] * audio.shape[-2] + rows
+        tokens[0] = H3.tokens([part.shape for part in x])
         return executor(x, *args, **kwargs)
 
     timed = model.clone()

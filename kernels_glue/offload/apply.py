@@ -11,12 +11,14 @@ from ..errors import KitchenSolError
 from ..mixins import lay_over
 from . import report
 from .config import NODE, OffloadConfig
+from .core_policy import apply_core
 from .handle import KEY, Offload
 from .lane import CudaLane
 from .lists import find_blocks
 from .patcher import Streams, sizes_of
 from .plan import make_plan
 from .session import Session, Show, watch
+from .strategy import choose
 from .streaming import Lane
 from .twins import without_dynamic_vram
 
@@ -57,13 +59,15 @@ def offload_model(
             f"passed through unchanged: it takes a CUDA device, and this model is for {device}",
         )
     sizes = sizes_of(source.model)
-    lines = [report.found_line(found.lists, sizes), report.wanted_line(config)]
+    strategy = choose(config, sizes, source.is_dynamic())
+    lines = [report.found_line(found.lists, sizes), report.wanted_line(config), strategy.line]
+    if strategy.name == "core":
+        return apply_core(source, config, strategy.line, show), report.assemble(lines)
     offload = Offload(config, lane_for or CudaLane)
     if config.budget is not None:
         lines += report.plan_lines(make_plan(sizes, config.budget, offload.wishes), config.budget)
-    why = "strategy stream"
     patcher = without_dynamic_vram(source)
     patcher.set_attachments(KEY, offload)
     lay_over(patcher, Streams, KEY)
-    watch(patcher, Session(config, why, show))
-    return patcher, report.assemble(lines, [why])
+    watch(patcher, Session(config, strategy.line, show))
+    return patcher, report.assemble(lines)

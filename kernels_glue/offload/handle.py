@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..errors import KitchenSolError
 from .config import NODE, OffloadConfig
@@ -125,6 +126,22 @@ class Offload:
 def offload_of(patcher: ModelPatcher) -> Offload | None:
     """The node's application that a patcher carries."""
     return patcher.attachments.get(KEY)
+
+
+def install(
+    patcher: ModelPatcher,
+    callbacks: Mapping[str, Callable[..., Any]],
+    apply_model: Callable[..., Any] | None = None,
+) -> None:
+    """Gives a patcher callbacks and a wrapper of apply_model, in place of an earlier application's."""
+    for moment in (*callbacks, *patcher.callbacks):
+        if moment != CallbacksMP.ON_CLONE:
+            patcher.remove_callbacks_with_key(moment, KEY)
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    for moment, callback in callbacks.items():
+        patcher.add_callback_with_key(moment, KEY, callback)
+    if apply_model is not None:
+        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, apply_model)
 
 
 def placed_on(model: BaseModel) -> Placed | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,8 @@ import comfy.model_patcher
 import torch
 
 from ..names import MODEL_PREFIX
-from . import baking
+from . import baking, report
+from .config import NODE
 from .handle import KEY, Offload, Placed, allowed_bytes, offload_of, placed_on
 from .leaves import leaves
 from .lists import Found, find_blocks
@@ -115,7 +118,7 @@ class Streams:
 def _place(
     patcher: Any, offload: Offload, found: Found, outside: int, device: torch.device, allowed: float
 ) -> None:
-    model = patcher.model
+    model, started = patcher.model, time.perf_counter()
     placed = placed_on(model) or Placed(_streaming(patcher, offload, found, device), id(patcher), outside)
     model.__dict__[KEY] = placed
     placed.owner, placed.outside = id(patcher), outside
@@ -123,9 +126,14 @@ def _place(
     streaming, between = placed.streaming, management.throw_exception_if_processing_interrupted
     baking.bake(patcher, streaming.blocks, keys, device, between)
     plan, remarks = offload.plan(_sizes(outside, streaming, found), allowed)
+    changes = plan != streaming.plan
     streaming.place(plan, offload.pins_wanted(), between)
     placed.remarks = (*remarks, *offload.check_pinned(streaming))
     _count(patcher, placed)
+    if changes:
+        seconds = time.perf_counter() - started
+        line = report.placed_line(plan, patcher.loaded_size(), streaming.pins.bytes, seconds)
+        logging.info("%s: %s", NODE, line)
 
 
 def _streaming(patcher: Any, offload: Offload, found: Found, device: torch.device) -> Streaming:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import KitchenSolError
@@ -98,9 +99,12 @@ def _spread(count: int, streamed: int, aside: frozenset[int]) -> tuple[int, ...]
     """`streamed` of `count` indices with even gaps, so that each copy has as much compute to hide behind."""
     first = sorted(aside)[:streamed]
     main = [i for i in range(count) if i not in aside]
-    rest = streamed - len(first)
-    chosen = [main[(2 * k + 1) * len(main) // (2 * rest)] for k in range(rest)]
-    return tuple(sorted([*first, *chosen]))
+    return tuple(sorted([*first, *evenly(main, streamed - len(first))]))
+
+
+def evenly(items: Sequence[int], count: int) -> list[int]:
+    """`count` of the items with even gaps between them."""
+    return [items[(2 * k + 1) * len(items) // (2 * count)] for k in range(count)]
 
 
 def _too_many(plan: Plan, wishes: Wishes, budget: float) -> KitchenSolError:

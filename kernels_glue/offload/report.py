@@ -18,7 +18,6 @@ class Sampled:
         seconds: from its beginning to its end.
         copied: bytes that went to the device for streamed blocks.
         waited: seconds that the compute stood still for copies.
-        misses: blocks that nobody had begun to copy before they ran.
         device: bytes of all weights on the device.
         pinned: bytes of page-locked host memory.
     """
@@ -27,7 +26,6 @@ class Sampled:
     seconds: float
     copied: int
     waited: float
-    misses: int
     device: int
     pinned: int
 
@@ -54,6 +52,14 @@ def plan_lines(plan: Plan, budget: int | None) -> Iterator[str]:
         yield f"all {total} blocks resident (budget {limit})"
         return
     yield f"streaming: {len(plan.streamed)} of {total} blocks, {len(plan.resident)} resident (budget {limit})"
+
+
+def placed_line(plan: Plan, device: int, pinned: int, seconds: float) -> str:
+    """For the log, when a model was loaded."""
+    return (
+        f"{len(plan.resident)} blocks resident, {len(plan.streamed)} streamed through {plan.slots} slabs;"
+        f" weights on the device {gib(device)}, pinned host memory {gib(pinned)}; placed in {seconds:.1f} s"
+    )
 
 
 def sampled_lines(sampled: Sampled, plan: Plan) -> Iterator[str]:

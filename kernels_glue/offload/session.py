@@ -11,7 +11,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from . import report
 from .config import NODE, OffloadConfig
-from .handle import KEY, placed_on
+from .handle import install, placed_on
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -32,7 +32,7 @@ class Session:
         self._show = show
         self._steps = 0
         self._began = 0.0
-        self._before = (0, 0, 0.0)
+        self._before = (0, 0.0)
 
     def begin(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_PRE_RUN: the model is loaded, and nothing has been evaluated."""
@@ -49,16 +49,13 @@ class Session:
         placed = placed_on(patcher.model)
         if not self._steps or placed is None or placed.streaming.plan is None:
             return
-        copied, misses, waited = (
-            now - then for now, then in zip(_counters(patcher), self._before, strict=True)
-        )
+        copied, waited = (now - then for now, then in zip(_counters(patcher), self._before, strict=True))
         plan = placed.streaming.plan
         sampled = report.Sampled(
             self._steps,
             time.perf_counter() - self._began,
             copied,
             waited,
-            misses,
             patcher.loaded_size(),
             placed.streaming.pins.bytes,
         )
@@ -72,19 +69,20 @@ class Session:
 
 
 def watch(patcher: ModelPatcher, session: Session) -> None:
-    """Installs a session on a patcher, in place of that of an earlier application of the node."""
-    for moment, callback in (
-        (CallbacksMP.ON_PRE_RUN, session.begin),
-        (CallbacksMP.ON_PREPARE_STATE, session.step),
-        (CallbacksMP.ON_CLEANUP, session.end),
-    ):
-        patcher.remove_callbacks_with_key(moment, KEY)
-        patcher.add_callback_with_key(moment, KEY, callback)
+    """Installs a session on a patcher, in place of an earlier application of the node."""
+    install(
+        patcher,
+        {
+            CallbacksMP.ON_PRE_RUN: session.begin,
+            CallbacksMP.ON_PREPARE_STATE: session.step,
+            CallbacksMP.ON_CLEANUP: session.end,
+        },
+    )
 
 
-def _counters(patcher: ModelPatcher) -> tuple[int, int, float]:
+def _counters(patcher: ModelPatcher) -> tuple[int, float]:
     placed = placed_on(patcher.model)
     if placed is None:
-        return 0, 0, 0.0
+        return 0, 0.0
     streaming = placed.streaming
-    return streaming.traffic.bytes, streaming.traffic.misses, streaming.lane.waited_ms() / 1000
+    return streaming.traffic.bytes, streaming.lane.waited_ms() / 1000

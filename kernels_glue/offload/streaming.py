@@ -10,7 +10,7 @@ import torch
 
 from .order import VisitOrder
 from .pinning import Pins
-from .plan import Plan
+from .plan import Plan, evenly
 from .rotation import Rotation
 from .slab import Block
 
@@ -31,13 +31,13 @@ class Slot:
     """One of the device slabs through which streamed blocks rotate.
 
     Attributes:
+        free_after: event behind the last use of its memory.
         copy: the copy that fills it.
-        free_after: what was computing from it, an event; None if nothing was.
     """
 
     slab: torch.Tensor
+    free_after: Any
     copy: Any = None
-    free_after: Any = None
 
 
 @dataclass
@@ -103,7 +103,8 @@ class Streaming:
                 between()
                 self._upload(index)
         self._pin(plan.streamed if pin else (), between)
-        self._slots = [Slot(self.lane.allocate(plan.slot_bytes)) for _ in range(plan.slots)]
+        slabs = [self.lane.allocate(plan.slot_bytes) for _ in range(plan.slots)]
+        self._slots = [Slot(slab, self.lane.mark()) for slab in slabs]
         self._rotation = Rotation(plan.slots)
         self._order = VisitOrder(plan.streamed)
         self._hook(plan.streamed)
@@ -187,11 +188,13 @@ class Streaming:
         block.forget()
         del self._resident[index]
 
-    def _pin(self, streamed: Iterable[int], between: Callable[[], None]) -> None:
-        streamed = tuple(streamed)
+    def _pin(self, streamed: Sequence[int], between: Callable[[], None]) -> None:
+        """Pins as many blocks as the limit holds, evenly, so that slow copies do not come in a row."""
         self.pins.keep_only([self.blocks[i].host for i in streamed])
+        largest = max((self.blocks[i].bytes for i in streamed), default=0)
+        fit = min(len(streamed), self.pins.limit() // largest) if largest else 0
         pinned = set()
-        for index in streamed:
+        for index in evenly(streamed, fit):
             between()
             if not self.pins.pin(self.blocks[index].host):
                 break

@@ -1,0 +1,38 @@
+"""Who moves the weights: the rule of `auto`, fixed from the table in docs/measured.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import OffloadConfig
+from .plan import Sizes, gib
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A choice, and the line that says why."""
+
+    name: str
+    why: str
+
+    @property
+    def line(self) -> str:
+        """For the report and the node."""
+        return f"strategy {self.name}: {self.why}"
+
+
+def choose(config: OffloadConfig, sizes: Sizes, dynamic: bool) -> Strategy:
+    """The strategy for a model.
+
+    Args:
+        dynamic: ComfyUI loads the model with dynamic VRAM.
+    """
+    if config.strategy != "auto":
+        return Strategy(config.strategy, "as set on the node")
+    if dynamic and config.budget is not None and sizes.total <= config.budget and config.resident_blocks < 0:
+        return Strategy("core", f"all {gib(sizes.total)} fit the budget, so there is nothing to stream")
+    if dynamic:
+        return Strategy(
+            "stream", "faster than ComfyUI's dynamic VRAM within a budget, which it does not hold"
+        )
+    return Strategy("stream", "faster than ComfyUI's partial loading, and ComfyUI runs without dynamic VRAM")

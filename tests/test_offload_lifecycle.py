@@ -1,0 +1,460 @@
+"""Whatever ends a run or comes between two, the next one is right and no memory stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from comfyui import inprocess
+from comfyui.builders import TinyModel
+from comfyui.lora import write_lora
+from int8_node import LORA_A, static
+from offload_node import GIB, bits, budget_for, offload, on_gpu, placed, same, sizes
+from stand_in_lane import HostLane
+
+MakeTiny = Callable[..., TinyModel]
+# Four blocks of one size, of which one is resident and three rotate through two slabs.
+SMALL = {"dim": 128, "ffn_dim": 128, "num_layers": 4}
+SETTINGS = {"resident_blocks": 1, "vram_budget_gb": 64.0, "strategy": "stream"}
+FIRST_STREAMED, LAST_STREAMED = 0, 3
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    """ComfyUI's executor runs nodes, loaders and samplers under inference mode."""
+    with torch.inference_mode():
+        yield
+
+
+class Bench:
+    """A model, what core makes of it, and its LoRA."""
+
+    def __init__(self, comfy: ModuleType, model: TinyModel, folder: Path) -> None:
+        self.comfy, self.model = comfy, model
+        self.path = folder / f"lora_{model.path.stem}.safetensors"
+        write_lora(self.path, model, LORA_A["wan"])
+        self.source = static(comfy.load_unet(model.path))
+        self.bits = bits(self.source)
+        self.expected = self.sample(self.source)
+        self.expected_with_lora = self.sample(self.lora(self.source))
+        assert not torch.equal(self.expected, self.expected_with_lora)
+        comfy.unload_all()
+
+    def lora(self, patcher: Any) -> Any:
+        return self.comfy.apply_lora(patcher, self.path, 1.0)
+
+    def sample(self, patcher: Any, **options: Any) -> torch.Tensor:
+        return self.comfy.sample(patcher, self.model, **{"steps": STEPS, **options})
+
+    def check_after(self, patcher: Any) -> None:
+        """The next run of a streamed model with the LoRA, and what is left when it is unloaded."""
+        assert torch.equal(self.sample(patcher), self.expected_with_lora)
+        check_sizes(patcher)
+        self.check_unloaded(patcher)
+        assert torch.equal(self.sample(self.source), self.expected)
+
+    def check_unloaded(self, patcher: Any) -> None:
+        self.comfy.unload_all()
+        assert placed(patcher) is None and patcher.loaded_size() == 0 and not patcher.backup
+        assert same(bits(self.source), self.bits)
+
+
+@pytest.fixture
+def case(comfy: ModuleType, tiny: MakeTiny, tmp_path: Path) -> Iterator[Bench]:
+    comfy.unload_all()
+    yield Bench(comfy, tiny("wan", **SMALL), tmp_path)
+    comfy.unload_all()
+
+
+@contextlib.contextmanager
+def in_block(patcher: Any, index: int, act: Callable[[], None], call: int = 2) -> Iterator[None]:
+    """`act` happens within the given call of a block, behind the hooks of the node."""
+    calls: list[int] = []
+
+    def count(*_: Any) -> None:
+        calls.append(index)
+        if len(calls) == call:
+            act()
+
+    handle = patcher.model.diffusion_model.blocks[index].norm1.register_forward_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+    assert len(calls) == call, "the run went on"
+
+
+def check_sizes(patcher: Any) -> None:
+    """What core is told is on the device: what was allocated for slabs, and what is outside of the blocks."""
+    streaming, model = placed(patcher).streaming, patcher.model
+    inside = {p.data_ptr() for block in streaming.blocks for p in block.module.parameters()}
+    tensors = (*model.parameters(), *model.buffers())
+    outside = sum(t.nbytes for t in tensors if t.data_ptr() not in inside)
+    slabs = [slab.nbytes for slab in streaming._resident.values()]
+    slabs += [slot.slab.nbytes for slot in streaming._slots]
+    assert len(slabs) == len(streaming.plan.resident) + streaming.plan.slots
+    assert patcher.loaded_size() == model.model_loaded_weight_memory == outside + sum(slabs)
+    assert patcher.model_size() == sum(t.nbytes for t in tensors)
+
+
+# --- a run that ends early ------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    import comfy.model_management
+
+    comfy.model_management.interrupt_current_processing()
+
+
+def refuse() -> None:
+    raise RuntimeError("from a block")
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("from a block")
+
+
+def ends(what: str) -> Any:
+    """The exception that comes of interrupt, refuse or out_of_memory."""
+    import comfy.model_management as management
+
+    kinds = {
+        "interrupt": management.InterruptProcessingException,
+        "exception": RuntimeError,
+        "out of memory": torch.OutOfMemoryError,
+    }
+    return pytest.raises(kinds[what])
+
+
+ENDINGS = {"interrupt": interrupt, "exception": refuse, "out of memory": out_of_memory}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("unloaded", [False, True], ids=["kept", "unloaded"])
+@pytest.mark.parametrize("what", ENDINGS)
+def test_in_the_middle_of_a_step(case: Bench, what: str, unloaded: bool) -> None:
+    # Late copies: those that were started for the blocks behind the failure have not been made yet.
+    streamed, _, texts = offload(case.source, late=True, **SETTINGS)
+    patched = case.lora(streamed)
+
+    def act() -> None:
+        if what == "interrupt":  # the sampler looks for it behind the block
+            interrupt()
+            import comfy.model_management
+
+            comfy.model_management.throw_exception_if_processing_interrupted()
+        ENDINGS[what]()
+
+    for block in (FIRST_STREAMED, LAST_STREAMED, 1):
+        with in_block(patched, block, act), ends(what):
+            case.sample(patched)
+        loaded = patched.loaded_size()
+        assert loaded > 0
+        if unloaded:
+            case.check_unloaded(patched)
+        assert torch.equal(case.sample(patched), case.expected_with_lora)
+        assert patched.loaded_size() == loaded
+    assert len(texts) >= 3
+    case.check_after(patched)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_out_of_memory_while_loading(case: Bench, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """At the resident block, the first slab, and the second one."""
+    streamed, *_ = offload(case.source, **SETTINGS)
+    patched = case.lora(streamed)
+    lane = inprocess.pack_module("kernels_glue.offload.lane").CudaLane if on_gpu() else HostLane
+    real, calls = lane.allocate, []
+
+    def allocate(self: Any, size: int) -> torch.Tensor:
+        calls.append(size)
+        if len(calls) == at + 1:
+            raise torch.OutOfMemoryError("while loading")
+        return real(self, size)
+
+    monkeypatch.setattr(lane, "allocate", allocate)
+    with pytest.raises(torch.OutOfMemoryError, match="while loading"):
+        case.sample(patched)
+    assert placed(patched) is None and patched.loaded_size() == 0 and not patched.backup
+    assert same(bits(case.source), case.bits)
+    case.check_after(patched)
+    assert len(calls) == at + 1 + 3
+
+
+@pytest.mark.core
+def test_interrupted_at_every_point_of_loading(case: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    import comfy.model_management as management
+
+    streamed, *_ = offload(case.source, **SETTINGS)
+    patched = case.lora(streamed)
+    real, left = management.throw_exception_if_processing_interrupted, [0]
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            management.interrupt_current_processing()
+        real()
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(management, "throw_exception_if_processing_interrupted", count)
+    points = 0
+    try:
+        while True:
+            left[0] = points + 1
+            try:
+                management.load_models_gpu([patched])
+            except management.InterruptProcessingException:
+                assert placed(patched) is None and patched.loaded_size() == 0 and not patched.backup
+                assert same(bits(case.source), case.bits)
+                points += 1
+                continue
+            break
+    finally:
+        patch.undo()
+    # Each of four blocks is moved, patched on two of its own weights (see LORA_A), and so on.
+    assert points >= 4 + len(LORA_A["wan"]) + 1
+    case.check_after(patched)
+
+
+# --- core takes the memory back -------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_core_unloads_between_runs(case: Bench) -> None:
+    import comfy.model_management as management
+
+    streamed, *_ = offload(case.source, **{**SETTINGS, "resident_blocks": -1})
+    patched = case.lora(streamed)
+    block = max(sizes(case.source).blocks)
+    assert torch.equal(case.sample(patched), case.expected_with_lora)
+    whole = patched.loaded_size()
+    assert whole >= sizes(case.source).total and not placed(patched).streaming.plan.streamed
+
+    # One byte needs as much as it takes to leave two slabs in the place of three blocks.
+    freed = patched.partially_unload(patched.offload_device, 1)
+    assert freed == block and patched.loaded_size() == whole - block
+    check_sizes(patched)
+    assert len(placed(patched).streaming.plan.streamed) == 3
+    assert torch.equal(case.sample(patched, seed=8), case.sample(case.lora(case.source), seed=8))
+    assert torch.equal(case.sample(patched), case.expected_with_lora)
+
+    # More than there is to give: core then unloads the whole model.
+    assert patched.partially_unload(patched.offload_device, 1e32) == 0
+    check_sizes(patched)
+    [loaded] = [x for x in management.current_loaded_models if x.model is patched]
+    assert loaded.model_unload(1e32)
+    management.current_loaded_models.remove(loaded)
+    assert patched.loaded_size() == 0 and placed(patched) is None
+    assert same(bits(case.source), case.bits)
+
+    assert torch.equal(case.sample(patched), case.expected_with_lora)
+    patched.detach()
+    management.current_loaded_models.clear()
+    assert patched.loaded_size() == 0 and same(bits(case.source), case.bits)
+    case.check_after(patched)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("wanted", [0.3, 1.5, 2.0])
+def test_a_part_of_the_memory_is_given_back(case: Bench, wanted: float) -> None:
+    """`wanted` in blocks; what is given is at least that, and the sizes are true."""
+    streamed, *_ = offload(case.source, vram_budget_gb=64.0, prefetch_blocks=0, strategy="stream")
+    patched = case.lora(streamed)
+    case.sample(patched)
+    before, block = patched.loaded_size(), max(sizes(case.source).blocks)
+    freed = patched.partially_unload(patched.offload_device, int(wanted * block))
+    assert freed == before - patched.loaded_size() >= int(wanted * block)
+    check_sizes(patched)
+    case.check_after(patched)
+
+
+@pytest.mark.core
+def test_the_patcher_goes_while_it_is_loaded(case: Bench) -> None:
+    import comfy.model_management as management
+
+    streamed, *_ = offload(case.source, **SETTINGS)
+    patched = case.lora(streamed)
+    case.sample(patched)
+    slabs = [weakref.ref(slot.slab) for slot in placed(patched).streaming._slots]
+    gone = weakref.ref(patched)
+    del patched
+    gc.collect()
+    assert gone() is None and not any(slab() is not None for slab in slabs)
+    assert case.source.model.model_loaded_weight_memory == 0
+    assert same(bits(case.source), case.bits)
+    assert torch.equal(case.sample(streamed), case.expected)
+    del streamed
+    gc.collect()
+    management.cleanup_models_gc()
+    assert same(bits(case.source), case.bits)
+    assert torch.equal(case.sample(case.source), case.expected)
+
+
+# --- two models, two branches -----------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_two_models_take_turns(case: Bench, comfy: ModuleType, tiny: MakeTiny, tmp_path: Path) -> None:
+    other = Bench(comfy, tiny("wan", **SMALL, seed=1), tmp_path)
+    a, b = (x.lora(offload(x.source, **SETTINGS)[0]) for x in (case, other))
+    for unload in (False, False, True):
+        assert torch.equal(case.sample(a), case.expected_with_lora)
+        assert torch.equal(other.sample(b), other.expected_with_lora)
+        check_sizes(a), check_sizes(b)
+        if unload:
+            comfy.unload_all()
+    assert torch.equal(case.sample(a), case.expected_with_lora)
+    comfy.unload_all()
+    for x in (case, other):
+        assert same(bits(x.source), x.bits)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("first", ["streamed", "plain"])
+def test_a_branch_with_the_node_and_one_without(case: Bench, first: str) -> None:
+    streamed, _, texts = offload(case.source, **SETTINGS)
+    patched, plain = case.lora(streamed), case.lora(case.source)
+    runs = [streamed, case.source, patched, plain, streamed, plain, patched, case.source, streamed]
+    for patcher in runs if first == "streamed" else reversed(runs):
+        with_lora = patcher in (patched, plain)
+        assert torch.equal(case.sample(patcher), case.expected_with_lora if with_lora else case.expected)
+        if patcher in (streamed, patched):
+            check_sizes(patcher)
+            assert len(placed(patcher).streaming.plan.streamed) == 3
+        else:
+            assert placed(patcher) is None
+    assert len(texts) == 5
+    case.check_unloaded(streamed)
+
+
+@pytest.mark.core
+def test_branches_with_different_settings(case: Bench) -> None:
+    branches = {
+        n: offload(case.source, **{**SETTINGS, "resident_blocks": n, "prefetch_blocks": 2}) for n in (0, 3, 4)
+    }
+    for resident in (0, 3, 4, 0, 4, 3, 0):
+        patcher, _, texts = branches[resident]
+        assert torch.equal(case.sample(patcher), case.expected)
+        plan = placed(patcher).streaming.plan
+        assert (len(plan.resident), plan.slots) == (resident, min(3, 4 - resident))
+        check_sizes(patcher)
+        assert f"{resident} resident" in texts[-1] or (resident == 4 and "all 4 blocks resident" in texts[-1])
+    case.check_unloaded(branches[0][0])
+
+
+# --- what is pinned ---------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_pinned_memory_returns_to_the_start(case: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs, then unload. Without a GPU a double counts what would be locked."""
+    import comfy.model_management as management
+
+    held = count_locked(monkeypatch)
+    streamed, _, texts = offload(case.source, **SETTINGS)
+    start, block = management.TOTAL_PINNED_MEMORY, max(sizes(case.source).blocks)
+    for patcher in (streamed, case.lora(streamed), streamed):
+        case.sample(patcher)
+        assert management.TOTAL_PINNED_MEMORY - start == 3 * block
+        assert held is None or sum(held.values()) == 3 * block
+        assert "pinned host memory 1.91 MiB" in texts[-1] and "not pinned" not in texts[-1]
+    case.comfy.unload_all()
+    assert start == management.TOTAL_PINNED_MEMORY and not held
+    case.sample(streamed)
+    del patcher, streamed
+    gc.collect()
+    assert start == management.TOTAL_PINNED_MEMORY and not held
+
+
+def count_locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int] | None:
+    """Bytes that are locked, by address, where a double takes the place of the driver."""
+    import comfy.model_management as management
+
+    if on_gpu():
+        return None
+    held: dict[int, int] = {}
+    runtime = type("Runtime", (), {})()
+    runtime.cudaHostRegister = lambda address, size, flags: held.update({address: size}) or 0
+    runtime.cudaHostUnregister = lambda address: 0 if held.pop(address, None) else 1
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(management, "MAX_PINNED_MEMORY", GIB)
+    monkeypatch.setattr(management, "ensure_pin_registerable", lambda size, *_: None)
+    return held
+
+
+# --- the node ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_applied_twice_the_later_settings_win(case: Bench) -> None:
+    first, _, earlier = offload(case.source, **{**SETTINGS, "resident_blocks": 3})
+    twice, _, later = offload(case.lora(first), **SETTINGS)
+    assert torch.equal(case.sample(twice), case.expected_with_lora)
+    assert (len(earlier), len(later)) == (0, 1)
+    assert len(placed(twice).streaming.plan.resident) == 1
+    # The first application is as it was.
+    assert torch.equal(case.sample(first), case.expected)
+    assert (len(earlier), len(later)) == (1, 1)
+    assert len(placed(first).streaming.plan.resident) == 3
+    case.check_after(twice)
+
+
+@pytest.mark.core
+def test_refusals(case: Bench, comfy: ModuleType, tiny: MakeTiny) -> None:
+    with pytest.raises(ValueError, match=r"strategy is 'core'.*loaded without it\. Choose stream or auto"):
+        offload(case.source, **{**SETTINGS, "resident_blocks": -1, "strategy": "core"})
+    with pytest.raises(ValueError, match=r"no repeated transformer blocks.*not UNets such as SDXL"):
+        offload(comfy.load_unet(tiny("sdxl").path))
+    for resident, budget in (
+        (3, budget_for(case.source, 3, slots=0)),
+        (4, budget_for(case.source, 3, slots=0)),
+    ):
+        with pytest.raises(ValueError, match=rf"resident_blocks is {resident}, which needs .* budget is"):
+            offload(case.source, **{**SETTINGS, "resident_blocks": resident, "vram_budget_gb": budget})
+    with pytest.raises(ValueError, match=r"the budget is .* even with all blocks streamed"):
+        offload(case.source, vram_budget_gb=budget_for(case.source, 0) - 1e-5)
+    assert torch.equal(case.sample(case.source), case.expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_the_text_tells_the_truth(case: Bench, prefetch: int) -> None:
+    patcher, _, texts = offload(case.source, **SETTINGS, prefetch_blocks=prefetch)
+    case.sample(patcher, steps=5)
+    block, outside, mib = max(sizes(case.source).blocks), sizes(case.source).outside, 2**20
+    slabs = prefetch + 1
+    # Three blocks go through fewer slabs, which are full again at the end; or they stay in three.
+    copies = 3 if slabs == 3 else 5 * 3 + slabs
+    assert placed(patcher).streaming.traffic.misses == 1, "only what runs first was not copied ahead"
+    [text] = texts
+    lines = text.splitlines()
+    assert lines[0] == "streaming: 3 of 4 blocks, 1 resident (budget 64.00 GiB)"
+    assert lines[1].startswith(f"copied {copies * block / 5 / mib:.2f} MiB a step; ")
+    device = outside + (1 + slabs) * block
+    assert lines[2].startswith(
+        f"device: weights {device / mib:.2f} MiB (slabs {slabs * block / mib:.2f} MiB); "
+    )
+    assert lines[3].startswith("strategy stream: ")
+
+
+@pytest.mark.core
+def test_a_second_run_moves_nothing(case: Bench) -> None:
+    """As in core, which leaves a loaded model where it is: no upload, no patching, no locking again."""
+    lanes: list[HostLane] = []
+    patched = case.lora(offload(case.source, lanes=lanes, **SETTINGS)[0])
+    case.sample(patched)
+    first = placed(patched)
+    copies = first.streaming.traffic.copies
+    assert torch.equal(case.sample(patched), case.expected_with_lora)
+    assert placed(patched).streaming is first.streaming
+    assert first.streaming.traffic.copies == copies + STEPS * 3
+    assert on_gpu() or [len(lane.allocated) for lane in lanes] == [3]

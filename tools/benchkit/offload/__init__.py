@@ -1,0 +1,1 @@
+"""The parts of `bench offload`: plan, child process, measurement, table."""
