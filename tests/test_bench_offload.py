@@ -7,6 +7,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ import comfy.model_detection
 import comfy.model_management
 import pytest
 import torch
-from comfy.patcher_extension import CallbacksMP
 from comfyui import builders, inprocess
+from stand_in_lane import HostLane
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
@@ -34,6 +35,7 @@ from benchkit.offload.plan import (
     RowPlan,
     comfyui_arguments,
     plan_children,
+    plan_rows,
     reserve_of_dynamic,
     reserve_of_partial,
 )
@@ -62,6 +64,16 @@ def test_plan_leaves_out_processes_without_rows() -> None:
     assert [row.policy for row in only[0].rows] == ["resident", "partial"]
     (dynamic,) = plan_children(["dynamic"], POLICIES, ["2k"], [24.0])
     assert dynamic.name == "dynamic"
+
+
+def test_plan_of_chosen_rows() -> None:
+    rows = [RowPlan.read(text) for text in ("resident:7k", "core:2k:12", "stream:7k:12", "dynamic:2k:24")]
+    plain, twelve, more = plan_rows(rows)
+    assert plain.rows == (RowPlan("resident", "7k"), RowPlan("stream", "7k", 12.0))
+    assert (twelve.budget, twelve.rows) == (12.0, (RowPlan("core", "2k", 12.0),))
+    assert (more.budget, more.rows) == (24.0, (RowPlan("dynamic", "2k", 24.0),))
+    with pytest.raises(ValueError, match="resident:8k"):
+        RowPlan.read("resident:8k")
 
 
 class Unloaded:
@@ -114,29 +126,14 @@ def test_dynamic_vram_must_leave_free_what_is_no_budget() -> None:
     assert reserve_of_dynamic(16 * GIB, 1 * GIB, 3 * GIB, 24 * GIB) == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("30 of 50 blocks streamed\ncopied 27.1 GiB a step", 27.1 * GIB),
-        ("Copied: 512 MiB per step, waited 3 ms", 512 * 2**20),
-        ("copies 1,024.5 MB/step", 1024.5e6),
-        ("copied 3 GiB (12 blocks)", None),
-        ("20 blocks resident, 12 GiB a step", None),
-        ("", None),
-    ],
-)
-def test_reads_the_bytes_copied_a_step(text: str, expected: float | None) -> None:
-    assert table.copied_bytes(text) == (None if expected is None else pytest.approx(expected))
-
-
 def test_reads_what_the_node_shows_after_sampling() -> None:
     report = inprocess.pack_module("kernels_glue.offload.report")
     sampled = report.Sampled(
-        steps=4, seconds=8.0, copied=108 * GIB, waited=0.5, misses=0, device=12 * GIB, pinned=27 * GIB
+        steps=4, seconds=8.0, copied=108 * GIB, waited=0.5, device=12 * GIB, pinned=27 * GIB
     )
     plan = SimpleNamespace(resident=(0,), streamed=(1, 2), slots=2, slot_bytes=GIB)
     text = "\n".join(report.sampled_lines(sampled, plan))
-    assert table.copied_bytes(text) == pytest.approx(27 * GIB, rel=0.005)
+    assert "copied 27.00 GiB a step" in text
     assert table.waited_seconds(text) == pytest.approx(0.125)
 
 
@@ -353,21 +350,24 @@ def test_a_child_measures_its_rows_and_goes_on_after_a_refusal(
     assert results.machine["limits"] == [Cpu().pinned_limit()]
 
 
-def test_a_child_takes_the_copied_bytes_from_what_the_node_shows(
+def test_a_child_counts_the_bytes_that_the_node_copies_in_a_step(
     run_child: Callable[..., Results], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def offload_model(source: Any, config: Any, show: Callable[[str], None]) -> Any:
-        show("a plan: copied 9 GiB a step")
-        patcher = source.clone()
-        shown = "copied 2 GiB a step; waited 0.25 s a step"
-        patcher.add_callback(CallbacksMP.ON_CLEANUP, lambda *_: show(shown))
-        return patcher, "a report: copied 9 GiB a step"
+    apply = inprocess.pack_module("kernels_glue.offload.apply")
+    real, plans = apply.offload_model, []
 
-    name = f"{inprocess.PACK_NAME}.kernels_glue.offload.apply"
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(offload_model=offload_model))
+    def offload_model(source: Any, config: Any, show: Callable[[str], None]) -> Any:
+        config = replace(config, resident_blocks=1)
+        return real(source, config, lambda text: (show(text), plans.append(source)), HostLane)
+
+    monkeypatch.setattr(apply, "offload_model", offload_model)
     (row,) = run_child(["stream"], time.time() + 1000).rows
-    assert (row["copied"], row["waited"]) == (2 * GIB, 0.25)
-    assert row["copies_alone"] == pytest.approx(2 * GIB / Cpu().pinned_limit())
+    [source] = plans
+    sizes = inprocess.pack_module("kernels_glue.offload.patcher").sizes_of(source.model)
+    streamed = len(sizes.blocks) - 1
+    assert row["copied"] == pytest.approx(streamed * sizes.blocks[0], rel=0.01)
+    assert row["waited"] == 0.0
+    assert row["copies_alone"] == pytest.approx(row["copied"] / Cpu().pinned_limit(), rel=1e-6)
 
 
 def test_a_child_without_time_says_so_in_every_row(run_child: Callable[..., Results]) -> None:

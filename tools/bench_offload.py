@@ -46,7 +46,10 @@ def main() -> int:
         model = shrunk(model)
     if options.blocks:
         model = model.with_blocks(options.blocks)
-    plans = planning.plan_children(options.children, options.policies, options.lengths, options.budgets)
+    if options.rows:
+        plans = planning.plan_rows(options.rows)
+    else:
+        plans = planning.plan_children(options.children, options.policies, options.lengths, options.budgets)
     if options.child is not None:
         _child(options, plans[options.child], model)
         return 0
@@ -67,6 +70,8 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--policies", nargs="*", choices=planning.POLICIES, default=list(planning.POLICIES))
     add("--children", nargs="*", choices=planning.CHILDREN, default=list(planning.CHILDREN),
         help="the process without dynamic VRAM, those with it")  # fmt: skip
+    add("--rows", nargs="+", type=planning.RowPlan.read, metavar="POLICY:LENGTH[:GIB]",
+        help="these rows alone, such as resident:7k stream:7k:12")  # fmt: skip
     add("--steps", type=int, help="timed steps of every row; by default fewer for longer sequences")
     add("--touch-gib", type=int, default=0,
         help="host memory to touch first, for machines whose RAM grows on use")  # fmt: skip

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 # Device memory is mapped in pages of this size (VBAR_PAGE_SIZE of comfy-aimdo).
 _PAGE = 32 * 2**20
+# What a cast buffer grows by beyond its block, and the pages at the edge.
+_MARGIN = 3 * _PAGE
+# Core casts through two streams in turn, each with a buffer.
+_STREAMS = 2
 _PREFETCH = "make_prefetch_queue"
 _LIMIT = "comfy_aimdo.model_vbar.ModelVBAR.set_watermark_limit"
 
@@ -52,31 +56,41 @@ class CorePolicy:
     steps: int = 0
     _hooks: list[Any] = field(default_factory=list)
     _queue: list[Any] | None = None
+    _elsewhere: int = 0
+    _room: int = 0
 
     # --- the budget -----------------------------------------------------------------------------
 
     def loaded(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_LOAD: core has laid out the weights, and forgets limits after each node."""
         budget, vbar = self.config.budget, patcher._vbar_get()
-        if budget is None or vbar is None:
+        if vbar is None:
             return
-        room = budget - patcher.model.model_loaded_weight_memory - self._buffers(patcher)
-        vbar.set_watermark_limit(max(0, room // _PAGE * _PAGE))
-        if (over := vbar.loaded_size() - room) > 0:
+        self._elsewhere = _outside_of_torch(patcher) - vbar.loaded_size() - _cast_buffers()
+        if budget is not None:
+            largest = self._largest_block(patcher)
+            room = budget - patcher.model.model_loaded_weight_memory - _STREAMS * (largest + _MARGIN)
+            self._limit(vbar, room)
+
+    def _limit(self, vbar: Any, room: int) -> None:
+        self._room = max(0, room // _PAGE * _PAGE)
+        vbar.set_watermark_limit(self._room)
+        if (over := vbar.loaded_size() - self._room) > 0:
             vbar.free_memory(over)
 
-    def _buffers(self, patcher: ModelPatcher) -> int:
-        """Bytes of the two buffers through which whole blocks are cast."""
+    def _largest_block(self, patcher: ModelPatcher) -> int:
+        """Bytes of the block that fills a cast buffer the most."""
         found = find_blocks(patcher.model.diffusion_model)
-        largest = max(sum(map(_cast_bytes, module.modules())) for _, module in found.blocks)
-        return max(1, management.NUM_STREAMS) * (largest + _PAGE)
+        return max(sum(map(_cast_bytes, module.modules())) for _, module in found.blocks)
 
     def _check(self, patcher: ModelPatcher) -> None:
-        used = weights_on_device(patcher)
+        """Measures the weights on the device, wherever they were allocated, and lowers the limit if need be."""
+        outside = _outside_of_torch(patcher) - self._elsewhere
+        used = max(0, outside) + patcher.model.model_loaded_weight_memory
         self.most = max(self.most, used)
-        budget = self.config.budget
-        if budget is not None and used > budget and (vbar := patcher._vbar_get()) is not None:
-            vbar.free_memory(used - budget)
+        budget, vbar = self.config.budget, patcher._vbar_get()
+        if budget is not None and used > budget and vbar is not None:
+            self._limit(vbar, self._room - (used - budget) - _PAGE)
 
     # --- a sampling -----------------------------------------------------------------------------
 
@@ -153,10 +167,14 @@ def _outside_of_compiled_code(
         policy._advance(module, device)
 
 
-def weights_on_device(patcher: ModelPatcher) -> int:
-    """Bytes that a model with dynamic VRAM has on the device, the cast buffers included."""
-    buffers = sum(buffer.size() for buffer in management.STREAM_AIMDO_CAST_BUFFERS.values())
-    return patcher.loaded_size() + buffers
+def _outside_of_torch(patcher: ModelPatcher) -> int:
+    """Bytes in use on the device that are not torch's: aimdo's pages and buffers, and what others have."""
+    free, total = torch.cuda.mem_get_info(patcher.load_device)
+    return total - free - torch.cuda.memory_reserved(patcher.load_device)
+
+
+def _cast_buffers() -> int:
+    return sum(buffer.size() for buffer in management.STREAM_AIMDO_CAST_BUFFERS.values())
 
 
 def apply_core(source: ModelPatcher, config: OffloadConfig, why: str, show: Show) -> ModelPatcher:

@@ -32,7 +32,7 @@ from .plan import (
     timed_steps,
 )
 from .results import Results
-from .rows import Row, activations_of, complete, copied_bytes, one_line, waited_seconds, weights_on_device
+from .rows import Row, activations_of, complete, one_line, waited_seconds, weights_on_device
 
 NOT_RUN = "not run, the time was over"
 
@@ -47,6 +47,9 @@ class Child:
         self.results = results
         self.device = Cpu() if options.device == "cpu" else Cuda()
         self._alone: dict[int, float] = {}
+        self._group: object = None
+        self._patcher: Any = None
+        self._texts: list[str] = []
 
     def run(self) -> None:
         comfy.utils.PROGRESS_BAR_ENABLED = False
@@ -61,8 +64,8 @@ class Child:
             self.slab = self._largest_block()
             shown = f"{self.weights / GIB:.2f} GiB, its largest block {self.slab / GIB:.3f} GiB"
             print(f"weights of the model: {shown}", flush=True)
-            for row in self.plan.rows:
-                self._row(row)
+            for row, following in zip(self.plan.rows, (*self.plan.rows[1:], None), strict=True):
+                self._row(row, following is None or following.group != row.group)
 
     # --- before the rows ------------------------------------------------------------------------
 
@@ -108,7 +111,8 @@ class Child:
 
     # --- a row ----------------------------------------------------------------------------------
 
-    def _row(self, plan: RowPlan) -> None:
+    def _row(self, plan: RowPlan, last: bool) -> None:
+        """last: the next row does not go on with what is loaded."""
         row = _begin(plan, self.plan)
         timed = timed_steps(plan.length, self.options.steps)
         expected = seconds_of_row(self.results.resident(plan.length), timed)
@@ -124,13 +128,15 @@ class Child:
             if not refusal:
                 traceback.print_exc()
         try:
-            self._tidy(plan, row)
+            if last:
+                self._tidy(plan, row)
         except Exception as error:
             # After some errors of the device nothing works any more, but the row must be kept.
             _remark(row, f"could not be unloaded: {type(error).__name__}")
         self._finish(row)
 
     def _tidy(self, plan: RowPlan, row: Row) -> None:
+        self._patcher, self._group = None, None
         gc.collect()
         clear()
         left = self.device.memory()
@@ -151,19 +157,22 @@ class Child:
         print(one_line(row), flush=True)
 
     def _measure(self, plan: RowPlan, timed: int, row: Row) -> None:
-        texts: list[str] = []
-        clear()
+        if self._group != plan.group:
+            clear()
+            self._group, self._patcher, self._texts = plan.group, None, []
+        texts = self._texts
         with ExitStack() as around:
-            patcher, prepare = self.source, None
+            prepare = None
             if plan.policy == "partial":
                 prepare = around.enter_context(partial_budget(plan.budget * GIB))
             if self.plan.budget is not None and self.device.name == "cuda":
                 reserve = self._reserve(plan)
                 row["reserve"] = reserve
                 around.enter_context(dynamic_reserve(reserve))
-            if plan.policy in ("stream", "core", "stream+dynamic"):
-                patcher = self._offloaded(plan, texts)
-            found = measure(patcher, self.model, plan.length, timed, self.device, prepare)
+            if self._patcher is None:
+                offloaded = plan.policy in ("stream", "core", "stream+dynamic")
+                self._patcher = self._offloaded(plan, texts) if offloaded else self.source
+            found = measure(self._patcher, self.model, plan.length, timed, self.device, prepare)
         self._write(plan, found, texts, row)
 
     def _reserve(self, plan: RowPlan) -> float:
@@ -214,9 +223,11 @@ class Child:
                 _remark(row, f"core holds {held:.2f} GiB instead of the budget")
         if texts:
             row["text"] = texts[-1]  # earlier ones are from before the sampling
-            row["copied"], row["waited"] = copied_bytes(row["text"]), waited_seconds(row["text"])
-            if row["copied"]:
-                row["copies_alone"] = self._copies_alone(int(row["copied"]))
+            row["waited"] = waited_seconds(row["text"])
+        if plan.policy.startswith("stream"):
+            row["copied"] = found.copied
+            if found.copied:
+                row["copies_alone"] = self._copies_alone(int(found.copied))
 
     def _keep_baseline(self, plan: RowPlan, found: Measured, row: Row) -> None:
         if found.loaded != self.weights:
@@ -230,7 +241,6 @@ class Child:
 
     def _copies_alone(self, copied: int) -> float:
         if copied not in self._alone:
-            clear()
             self._alone[copied] = self.device.copies_alone(copied, self.slab)
         return self._alone[copied]
 

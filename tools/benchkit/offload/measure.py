@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import comfy.model_management
@@ -32,6 +33,8 @@ class Watch:
         blocks: memory at each visit of a block, of the first and then of the last evaluation.
         shapes: of the latents.
         pinned: page-locked bytes, in the last evaluation.
+        traffic: says how many bytes the node has copied up to now.
+        copied: what it said at the start of each evaluation.
     """
 
     device: Cuda | Cpu
@@ -40,10 +43,13 @@ class Watch:
     blocks: list[Memory] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     pinned: int = 0
+    traffic: Callable[[], int] = lambda: 0
+    copied: list[int] = field(default_factory=list)
 
     def __call__(self, executor: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         """A DIFFUSION_MODEL wrapper."""
         self.marks.append(self.device.mark())
+        self.copied.append(self.traffic())
         self.shapes = [tuple(part.shape) for part in (x if isinstance(x, (list, tuple)) else [x])]
         if len(self.marks) not in (1, self.evaluations):
             return executor(x, *args, **kwargs)
@@ -71,6 +77,8 @@ class Watch:
 class Measured:
     """step: median seconds between two evaluations, of `steps`; loaded: bytes of weights as core counts them.
 
+    copied: median bytes that the node copied in these steps.
+
     buffer: bytes that core's partial loading sets aside for casting. finite: the result has no NaN.
     """
 
@@ -83,6 +91,7 @@ class Measured:
     buffer: int
     finite: bool
     seconds: float
+    copied: float
 
 
 def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
@@ -103,8 +112,8 @@ def measure(
 
     prepare: a PREPARE_SAMPLING wrapper, called before core loads the model.
     """
-    watch = Watch(device, timed + UNTIMED_STEPS)
     watched = patcher.clone()
+    watch = Watch(device, timed + UNTIMED_STEPS, traffic=lambda: _traffic(watched))
     watched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, _KEY, watch)
     if prepare is not None:
         watched.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, _KEY, prepare)
@@ -124,7 +133,13 @@ def measure(
         buffer=getattr(watched.model, "model_offload_buffer_memory", 0),
         finite=bool(out.isfinite().all()),
         seconds=seconds,
+        copied=statistics.median(b - a for a, b in pairwise(watch.copied[1:])),
     )
+
+
+def _traffic(patcher: Any) -> int:
+    placed = inprocess.pack_module("kernels_glue.offload.handle").placed_on(patcher.model)
+    return 0 if placed is None else placed.streaming.traffic.bytes
 
 
 @contextmanager

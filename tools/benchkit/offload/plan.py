@@ -42,6 +42,23 @@ class RowPlan:
     length: str
     budget: float | None = None
 
+    @property
+    def group(self) -> tuple[object, ...]:
+        """Rows of one group go on with the loaded model: to unload and load it takes longer than to measure.
+
+        Dynamic VRAM loads as it goes, and what it has loaded would be that of the longer row.
+        """
+        alone = self.length if self.policy in ("dynamic", "core") else None
+        return self.policy, self.budget, alone
+
+    @classmethod
+    def read(cls, text: str) -> RowPlan:
+        """`policy:length`, or `policy:length:budget`."""
+        policy, length, *budget = text.split(":")
+        if policy not in TITLES or length not in TIMED_STEPS:
+            raise ValueError(text)
+        return cls(policy, length, float(budget[0]) if budget else None)
+
 
 @dataclass(frozen=True)
 class ChildPlan:
@@ -80,6 +97,16 @@ def plan_children(
             if "stream" in policies and lengths:
                 rows.append(RowPlan("stream+dynamic", lengths[0], budget))
             plans.append(ChildPlan("dynamic", budget, tuple(rows)))
+    return [plan for plan in plans if plan.rows]
+
+
+def plan_rows(rows: Sequence[RowPlan]) -> list[ChildPlan]:
+    """The processes of a choice of rows."""
+    plain = tuple(row for row in rows if row.policy in POLICIES[:3])
+    plans = [ChildPlan("plain", None, plain)]
+    dynamic = [row for row in rows if row not in plain]
+    for budget in dict.fromkeys(row.budget for row in dynamic):
+        plans.append(ChildPlan("dynamic", budget, tuple(row for row in dynamic if row.budget == budget)))
     return [plan for plan in plans if plan.rows]
 
 

@@ -10,19 +10,7 @@ from .plan import GIB, TITLES
 
 Row = dict[str, Any]
 
-_UNITS = {"b": 1, "bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 1e3, "mb": 1e6, "gb": 1e9}
-_COPIED = re.compile(
-    r"cop(?:ied|ies|y)[^\d\n]{0,40}(\d[\d,]*(?:\.\d+)?)\s*([kmg]i?b|bytes|b)\b[^\d\n]{0,24}(?:a|per|each|/)\s*step",
-    re.IGNORECASE,
-)
-
 _WAITED = re.compile(r"waited[^\d\n]{0,20}(\d+(?:\.\d+)?) s (?:a|per) step", re.IGNORECASE)
-
-
-def copied_bytes(text: str) -> float | None:
-    """Bytes copied a step, as the node's text after sampling says it (`copied 27.1 GiB a step`)."""
-    found = _COPIED.search(text)
-    return float(found[1].replace(",", "")) * _UNITS[found[2].lower()] if found else None
 
 
 def waited_seconds(text: str) -> float | None:
