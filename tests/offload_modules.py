@@ -124,3 +124,8 @@ def ranges(module: torch.nn.Module) -> list[tuple[int, int]]:
                 reach = sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
                 found.append((leaf.data_ptr(), leaf.data_ptr() + (reach + 1) * leaf.itemsize))
     return sorted(found)
+
+
+def pointers(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Where each leaf lies."""
+    return {name: [leaf.data_ptr() for leaf in leaves(t)] for name, t in tensors(module).items()}

@@ -29,9 +29,14 @@ class Cells:
 
 @dataclass
 class Lane:
-    """Counts copies; they are done as soon as they are started."""
+    """Counts copies; they are done as soon as they are started.
+
+    Attributes:
+        left: copies that one call of a block may still start, so that no mistake copies for ever.
+    """
 
     copied: list[int] = field(default_factory=list)
+    left: int = 0
 
     def allocate(self, size: int) -> Cells:
         return Cells()
@@ -40,6 +45,8 @@ class Lane:
         return object()
 
     def copy(self, target: Cells, source: int, after: object, pinned: bool) -> Cells:
+        assert self.left, "one call starts copies without end"
+        self.left -= 1
         self.copied.append(source)
         target.holds = source
         return target
@@ -107,6 +114,7 @@ class Rounds:
     def visit(self, block: int) -> bool:
         """Runs a block; whether its copy had to be started only now."""
         before = len(self.lane.copied)
+        self.lane.left = 100
         self.streaming.before(block)
         missed = self.lane.copied[before : before + 1] == [block]
         assert self.blocks[block].bound.holds == block, "the block runs with another one's weights"

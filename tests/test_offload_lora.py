@@ -32,6 +32,13 @@ def inference() -> Iterator[None]:
         yield
 
 
+def unload() -> None:
+    """Core's button without the collection of garbage, which takes longer than all the rest here."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+
+
 class Bench:
     """One model and its LoRA files, sampled as core does it and streamed."""
 
@@ -92,7 +99,7 @@ def test_before_and_after_the_node_changed_and_removed(
     expected = {name: case.sample(case.lora(source, *chosen)) for name, chosen in loras.items()}
     assert all(not torch.equal(expected["none"], expected[name]) for name in ("one", "weaker", "two"))
     assert not torch.equal(expected["one"], expected["weaker"])
-    case.comfy.unload_all()
+    unload()
     before = bits(source)
 
     streamed, *_ = offload(source, **SETTINGS)
@@ -106,7 +113,7 @@ def test_before_and_after_the_node_changed_and_removed(
     assert torch.equal(case.sample(case.lora(between, *loras["two"][1:])), expected["two"])
     assert torch.equal(case.sample(streamed), expected["none"])
     assert torch.equal(case.sample(case.lora(streamed, *loras["one"])), expected["one"])
-    case.comfy.unload_all()
+    unload()
     assert same(bits(source), before) and not source.backup
     assert torch.equal(case.sample(source), expected["none"])
     assert torch.equal(case.sample(case.lora(source, *loras["one"])), expected["one"])
@@ -120,7 +127,7 @@ def test_before_int8(bench: Callable[..., Bench], setting: str) -> None:
     quantized, _ = quantize(case.comfy, case.lora(source, ("a", 1.0)), lora=setting)
     expected = case.sample(case.lora(quantized, ("b", 1.0)))
     plain = case.sample(source)
-    case.comfy.unload_all()
+    unload()
     streamed = case.lora(offload(quantized, **SETTINGS)[0], ("b", 1.0))
     assert torch.equal(case.sample(streamed), expected)
     check_streams(streamed)
@@ -191,7 +198,7 @@ def test_save_writes_what_core_writes_for_the_resident_model(
     expected = saved(case.comfy, case.lora(source, lora), tmp_path)
     plain = saved(case.comfy, source, tmp_path)
     assert not equal(expected, plain)
-    case.comfy.unload_all()
+    unload()
     streamed, *_ = offload(source, **SETTINGS)
     patched = case.lora(streamed, lora)
     assert equal(saved(case.comfy, patched, tmp_path), expected), "never loaded"
@@ -199,8 +206,42 @@ def test_save_writes_what_core_writes_for_the_resident_model(
     assert equal(saved(case.comfy, patched, tmp_path), expected), "loaded"
     assert torch.equal(case.sample(patched), bits_of_it)
     assert equal(saved(case.comfy, streamed, tmp_path), plain), "the LoRA is taken out again"
-    case.comfy.unload_all()
+    unload()
     assert equal(saved(case.comfy, source, tmp_path), plain)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("int8", [False, True], ids=["float", "INT8"])
+def test_the_weights_stay_in_their_slabs(bench: Callable[..., Bench], int8: bool) -> None:
+    """Also scales and what a LoRA wrote; so a second load moves nothing in host memory."""
+    case = bench("h3")
+    source = quantize(case.comfy, case.load())[0] if int8 else case.load()
+    patched = case.lora(offload(source, **SETTINGS)[0], ("a", 1.0))
+    places = set()
+    for _ in range(2):
+        case.sample(patched)
+        streaming = placed(patched).streaming
+        places.add(tuple(block.host.data_ptr() for block in streaming.blocks))
+        for block in (streaming.blocks[i] for i in streaming.plan.streamed):
+            start, end = block.host.data_ptr(), block.host.data_ptr() + block.bytes
+            for name, tensor in block.module.state_dict().items():
+                if not name.endswith("comfy_quant"):  # made anew by core whenever it is asked for
+                    assert start <= tensor.data_ptr() < end, name
+        unload()
+    assert len(places) == 1
+
+
+@pytest.mark.core
+def test_a_second_run_moves_nothing(bench: Callable[..., Bench]) -> None:
+    """As in core, which leaves a loaded model where it is: nothing is uploaded or patched again."""
+    case = bench()
+    patched = case.lora(offload(case.load(), **SETTINGS)[0], ("a", 1.0))
+    expected = case.sample(patched)
+    streaming = placed(patched).streaming
+    copies = streaming.traffic.copies
+    assert torch.equal(case.sample(patched), expected)
+    assert placed(patched).streaming is streaming
+    assert streaming.traffic.copies == copies + 2 * 3, "two steps, three blocks"
 
 
 # --- who reads the weights while they are loaded ----------------------------------------------------
@@ -241,11 +282,11 @@ def test_merging_sees_pristine_weights(bench: Callable[..., Bench], tiny: MakeTi
     if order == "merged while loaded":
         mix = merged(other, streamed)
     else:
-        case.comfy.unload_all()
+        unload()
         mix = merged(other, streamed)
         assert torch.equal(case.sample(patched), first)
     assert torch.equal(case.sample(mix), expected)
-    case.comfy.unload_all()
+    unload()
     streamed_mix, *_ = offload(mix, **SETTINGS)
     assert torch.equal(case.sample(streamed_mix), expected)
     check_streams(streamed_mix)
@@ -285,14 +326,14 @@ def test_lora_hooks(
     expected = case.sample(case.lora(source, *loras), **hooked)
     plain = case.sample(case.lora(source, *loras), **unhooked)
     assert not torch.equal(expected, plain)
-    case.comfy.unload_all()
+    unload()
     assert same(bits(source), before)
     patched = case.lora(offload(source, **SETTINGS)[0], *loras)
     for _ in range(2):
         assert torch.equal(case.sample(patched, **hooked), expected)
         check_streams(patched, LORA_A["wan"])
         assert torch.equal(case.sample(patched, **unhooked), plain)
-    case.comfy.unload_all()
+    unload()
     assert same(bits(source), before)
 
 
@@ -305,7 +346,7 @@ def test_an_exception_under_a_hook_leaves_nothing(
     before = bits(source)
     hooked = {"positive": case.comfy.conditioning(case.model, hooks=hooks(case))}
     expected = case.sample(case.lora(source, ("a", 0.5)), **hooked)
-    case.comfy.unload_all()
+    unload()
     patched = case.lora(offload(source, **SETTINGS)[0], ("a", 0.5))
 
     def fail(*_: Any) -> None:
@@ -315,6 +356,6 @@ def test_an_exception_under_a_hook_leaves_nothing(
     with pytest.raises(RuntimeError, match="in a block"):
         case.sample(patched, **hooked)
     handle.remove()
-    case.comfy.unload_all()
+    unload()
     assert same(bits(source), before)
     assert torch.equal(case.sample(patched, **hooked), expected)

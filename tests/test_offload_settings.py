@@ -168,6 +168,13 @@ def test_the_budget_holds_where_comfyui_finds_even_less_room() -> None:
             assert made.device_bytes <= 1.25 * GIB
 
 
+def test_a_budget_below_the_least_is_an_error_where_comfyui_allows_as_much() -> None:
+    for allowed in (1.25 * GIB, 2.0 * GIB, math.inf):
+        with pytest.raises(KitchenSolError) as refusal:
+            offload(vram_budget_gb=1.25).plan(SIZES, allowed)
+        assert refusal.value.problem.startswith("the budget is 1.25 GiB, and this model needs 1.50 GiB")
+
+
 def test_memory_that_comfyui_wants_back_is_given_where_the_plan_may_change() -> None:
     given = offload(vram_budget_gb=4.0)
     for size in (4.0, 2.75, 1.5):

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _PAGE = 32 * 2**20
 # What a cast buffer grows by beyond its block, and the pages at the edge.
 _MARGIN = 3 * _PAGE
-# Core casts through two streams in turn, each with a buffer.
-_STREAMS = 2
 _PREFETCH = "make_prefetch_queue"
 _LIMIT = "comfy_aimdo.model_vbar.ModelVBAR.set_watermark_limit"
 
@@ -68,9 +66,9 @@ class CorePolicy:
             return
         self._elsewhere = _outside_of_torch(patcher) - vbar.loaded_size() - _cast_buffers()
         if budget is not None:
-            largest = self._largest_block(patcher)
-            room = budget - patcher.model.model_loaded_weight_memory - _STREAMS * (largest + _MARGIN)
-            self._limit(vbar, room)
+            # Core casts through its streams in turn, each with a buffer.
+            buffers = max(1, management.NUM_STREAMS) * (self._largest_block(patcher) + _MARGIN)
+            self._limit(vbar, budget - patcher.model.model_loaded_weight_memory - buffers)
 
     def _limit(self, vbar: Any, room: int) -> None:
         self._room = max(0, room // _PAGE * _PAGE)
@@ -84,7 +82,7 @@ class CorePolicy:
         return max(sum(map(_cast_bytes, module.modules())) for _, module in found.blocks)
 
     def _check(self, patcher: ModelPatcher) -> None:
-        """Measures the weights on the device, wherever they were allocated, and lowers the limit if need be."""
+        """Measures the weights on the device, wherever they are allocated, and lowers the limit if need be."""
         outside = _outside_of_torch(patcher) - self._elsewhere
         used = max(0, outside) + patcher.model.model_loaded_weight_memory
         self.most = max(self.most, used)

@@ -9,6 +9,7 @@ from .config import NODE
 NAMES = (
     "comfy.memory_management.vram_aligned_size",
     "comfy.model_management.MAX_PINNED_MEMORY",
+    "comfy.model_management.NUM_STREAMS",
     "comfy.model_management.STREAM_AIMDO_CAST_BUFFERS",
     "comfy.model_management.TOTAL_PINNED_MEMORY",
     "comfy.model_management.discard_cuda_async_error",
