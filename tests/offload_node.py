@@ -79,3 +79,11 @@ def bits(model: Any) -> dict[str, torch.Tensor]:
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     """Whether two results of `bits` are equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def in_host_memory(block: Any) -> bool:
+    """Whether all weights of a streamed block lie in the slabs that it is copied from."""
+    leaves = inprocess.pack_module("kernels_glue.offload.leaves").leaves
+    spans = [(slab.data_ptr(), slab.data_ptr() + slab.nbytes) for slab in block.slabs]
+    places = [leaf.data_ptr() for part in block.parts for leaf in leaves(part.tensor)]
+    return all(any(start <= place < end for start, end in spans) for place in places)

@@ -8,7 +8,7 @@ before it was waited for with the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,9 +39,16 @@ class HostLane:
     def mark(self) -> object:
         return object()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: object, pinned: bool) -> HostCopy:
+    def copy(
+        self, target: torch.Tensor, sources: Sequence[tuple[int, torch.Tensor]], after: object, pinned: bool
+    ) -> HostCopy:
         self.started += 1
-        copy = HostCopy(lambda: target.copy_(source))
+
+        def run() -> None:
+            for offset, source in sources:
+                target[offset : offset + source.nbytes].copy_(source)
+
+        copy = HostCopy(run)
         self.pending.append(copy)
         if not self.late:
             self._run(copy)

@@ -12,7 +12,7 @@ import torch
 from comfyui.builders import TinyModel
 from comfyui.lora import write_lora
 from int8_node import DITS, LORA_A, LORA_B, quantize, static
-from offload_node import bits, offload, placed, same
+from offload_node import bits, in_host_memory, offload, placed, same
 from safetensors.torch import load_file
 
 MakeTiny = Callable[..., TinyModel]
@@ -213,7 +213,7 @@ def test_save_writes_what_core_writes_for_the_resident_model(
 @pytest.mark.core
 @pytest.mark.parametrize("int8", [False, True], ids=["float", "INT8"])
 def test_the_weights_stay_in_their_slabs(bench: Callable[..., Bench], int8: bool) -> None:
-    """Also scales and what a LoRA wrote; so a second load moves nothing in host memory."""
+    """Also scales and what a LoRA changes; so a second load moves nothing of the original weights."""
     case = bench("h3")
     source = quantize(case.comfy, case.load())[0] if int8 else case.load()
     patched = case.lora(offload(source, **SETTINGS)[0], ("a", 1.0))
@@ -222,11 +222,7 @@ def test_the_weights_stay_in_their_slabs(bench: Callable[..., Bench], int8: bool
         case.sample(patched)
         streaming = placed(patched).streaming
         places.add(tuple(block.host.data_ptr() for block in streaming.blocks))
-        for block in (streaming.blocks[i] for i in streaming.plan.streamed):
-            start, end = block.host.data_ptr(), block.host.data_ptr() + block.bytes
-            for name, tensor in block.module.state_dict().items():
-                if not name.endswith("comfy_quant"):  # made anew by core whenever it is asked for
-                    assert start <= tensor.data_ptr() < end, name
+        assert all(in_host_memory(streaming.blocks[i]) for i in streaming.plan.streamed)
         unload()
     assert len(places) == 1
 

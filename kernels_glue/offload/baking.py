@@ -1,4 +1,4 @@
-"""Applies LoRA to blocks in host memory, with the bits that core gives a layer on the device."""
+"""Applies LoRA to blocks, with the bits that core gives a layer on the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bake(
     device: torch.device,
     between: Callable[[], None],
 ) -> None:
-    """Writes the patched weights of blocks into their slabs; the original ones go to `patcher.backup`.
+    """Gives blocks their patched weights; the original ones are in `patcher.backup`, as core has it.
 
     Core computes them on the device, with the key's own seed for the rounding, as when it loads the whole
     model: so the streamed model has the bits of the resident one.
@@ -44,39 +44,35 @@ def bake(
         KitchenSolError: a patch changes the shape of a weight.
     """
     for block in blocks:
-        for part in block.parts:
-            if part.key in keys and part.key in patcher.patches and part.key not in patcher.backup:
-                between()
-                _bake(patcher, part, block.host, device)
+        parts = [part for part in block.parts if part.key in keys and part.key in patcher.patches]
+        if not parts or parts[0].key in patcher.backup:
+            continue
+        baked = {}
+        for part in parts:
+            between()
+            baked[part.key] = _baked(patcher, part, device)
+        originals = {part.key: Backup(part.tensor) for part in parts}
+        block.patch(baked)
+        patcher.backup.update(originals)
 
 
-def restore(patcher: ModelPatcher, blocks: Sequence[Block]) -> bool:
-    """Puts the original weights back into the slabs; whether there were any."""
-    restored = False
+def restore(patcher: ModelPatcher, blocks: Sequence[Block]) -> None:
+    """Gives blocks their original weights."""
     for block in blocks:
         for part in block.parts:
-            if (backup := patcher.backup.pop(part.key, None)) is not None:
-                _write(part, block.host, backup.weight)
-                restored = True
-    return restored
+            patcher.backup.pop(part.key, None)
+        block.unpatch()
 
 
-def _bake(patcher: ModelPatcher, part: Part, slab: torch.Tensor, device: torch.device) -> None:
+def _baked(patcher: ModelPatcher, part: Part, device: torch.device) -> torch.Tensor:
+    """The patched weight in host memory, where it waits for the others of its block."""
     baked = patcher.patch_weight_to_device(part.key, device_to=device, return_weight=True)
     found = [(leaf.dtype, tuple(leaf.shape)) for leaf in leaves(baked)]
     if found != [(leaf.dtype, leaf.size) for leaf in part.leaves]:
         raise KitchenSolError(
             NODE,
             f"a patch gives {part.key} another shape ({tuple(baked.shape)} instead of"
-            f" {tuple(part.tensor.shape)}), and a streamed weight cannot change its size.",
-            "Remove that LoRA, or raise vram_budget_gb or resident_blocks so that all blocks are resident.",
+            f" {tuple(part.tensor.shape)}), and a weight in a slab cannot change its size.",
+            "Remove that LoRA, or sample this model without the node.",
         )
-    original = part.tensor.detach().clone()
-    _write(part, slab, baked)
-    patcher.backup[part.key] = Backup(original)
-
-
-def _write(part: Part, slab: torch.Tensor, tensor: torch.Tensor) -> None:
-    with torch.inference_mode():
-        for leaf, value in zip(part.leaves, leaves(tensor), strict=True):
-            leaf.view(slab).copy_(value)
+    return baked

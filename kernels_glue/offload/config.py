@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +59,8 @@ class OffloadConfig:
                 raise KitchenSolError(NODE, f"{name} is {value!r}.", f"Choose one of {', '.join(options)}.")
         for name in BOUNDS:
             _check_number(name, getattr(self, name))
+        for name in _WHOLE:
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def budget(self) -> int | None:
@@ -74,8 +75,8 @@ class OffloadConfig:
 
 def _check_number(name: str, value: Any) -> None:
     low, high = BOUNDS[name]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if number and low <= value <= high and not (name in _WHOLE and value != int(value)):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and low <= value <= high and not (name in _WHOLE and value != int(value)):  # NaN is in no range
         return
     kind = "a whole number" if name in _WHOLE else "a number"
     raise KitchenSolError(NODE, f"{name} is {value!r}.", f"Give {kind} from {low:g} to {high:g}.")

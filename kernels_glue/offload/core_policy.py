@@ -82,7 +82,7 @@ class CorePolicy:
         return max(sum(map(_cast_bytes, module.modules())) for _, module in found.blocks)
 
     def _check(self, patcher: ModelPatcher) -> None:
-        """Measures the weights on the device, wherever they are allocated, and lowers the limit if need be."""
+        """Measures the weights on the device, wherever they are, and lowers the limit if need be."""
         outside = _outside_of_torch(patcher) - self._elsewhere
         used = max(0, outside) + patcher.model.model_loaded_weight_memory
         self.most = max(self.most, used)

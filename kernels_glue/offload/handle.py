@@ -33,6 +33,7 @@ class Placed:
     Attributes:
         owner: id of the patcher that loaded it.
         outside: bytes of weights outside of its blocks.
+        heir: what the patcher is like that core is about to load in the owner's place, if it is one of ours.
         remarks: what could not be as it was wanted.
     """
 
@@ -40,6 +41,7 @@ class Placed:
     owner: int
     outside: int
     remarks: tuple[str, ...] = ()
+    heir: tuple[Any, ...] | None = None
 
 
 @dataclass
@@ -81,6 +83,8 @@ class Offload:
             if self.wishes.resident_blocks > 0:
                 raise
             plan = smallest_plan(sizes, self.wishes)
+            if budget is not None and plan.device_bytes > budget:
+                raise
             return plan, (f"note: ComfyUI finds room for {gib(allowed)} of weights; the least is used",)
         if budget is None or plan.device_bytes == make_plan(sizes, budget, self.wishes).device_bytes:
             return plan, ()

@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from .streaming import Sources
+
 # Bytes of a copy that are on their way at a time: some 1.2 ms of a PCIe 5.0 slot.
 _PIECE = 64 * 2**20
 
@@ -47,20 +49,21 @@ class CudaLane:
         event.record(self._compute())
         return event
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event, pinned: bool) -> Copy:
-        """Starts `target.copy_(source)` beside the compute.
+    def copy(self, target: torch.Tensor, sources: Sources, after: torch.cuda.Event, pinned: bool) -> Copy:
+        """Starts a copy beside the compute.
 
         Args:
-            target, source: uint8 of one size, on the device and on the host.
+            target: uint8, on the device.
+            sources: (offset in the target, uint8 tensor on the host).
             after: what has to be over before the target may be overwritten.
-            pinned: whether the source is page-locked.
+            pinned: whether the sources are page-locked.
         """
         if pinned:
-            return Copy(self._pinned.copy(target, source, after))
+            return Copy(self._pinned.copy(target, sources, after))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kitchen-sol-copies")
             self._pageable = _Track(self.device)
-        return Copy(self._thread.submit(self._pageable.copy, target, source, after))
+        return Copy(self._thread.submit(self._pageable.copy, target, sources, after))
 
     def wait(self, copy: Copy) -> None:
         """The compute stream goes on when a copy is done; the time that this takes is measured."""
@@ -113,12 +116,13 @@ class _Track:
         self._turn = 0
         self._last: torch.cuda.Event | None = None
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+    def copy(self, target: torch.Tensor, sources: Sources, after: torch.cuda.Event) -> torch.cuda.Event:
         """Starts a copy, and returns the event behind it."""
         with torch.inference_mode(), torch.cuda.device(self._device):
-            for start in range(0, target.numel(), _PIECE):
-                piece = slice(start, start + _PIECE)
-                self._piece(target[piece], source[piece], after)
+            for offset, source in sources:
+                for start in range(0, source.numel(), _PIECE):
+                    piece = source[start : start + _PIECE]
+                    self._piece(target[offset + start :][: piece.numel()], piece, after)
         return self._last or after
 
     def _piece(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> None:

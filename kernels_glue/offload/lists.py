@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..blocks import find_block_lists, main_lists, uncompiled
+from ..errors import KitchenSolError
+from .config import NODE
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,11 @@ class Found:
 
 
 def find_blocks(diffusion_model: torch.nn.Module) -> Found:
-    """Side lists first, then the main ones as they run; none for a model without such lists."""
+    """Side lists first, then the main ones as they run; none for a model without such lists.
+
+    Raises:
+        KitchenSolError: two blocks share a part that has weights.
+    """
     model = uncompiled(diffusion_model)
     main = [name for name, _ in main_lists(model)]
     lists = [name for name in find_block_lists(model) if name not in main] + main
@@ -36,5 +43,20 @@ def find_blocks(diffusion_model: torch.nn.Module) -> Found:
             blocks.setdefault(module, f"{name}.{child}")
         if name not in main:
             aside = len(blocks)
+    _refuse_shared(blocks)
     counts = tuple((name, len(model.get_submodule(name))) for name in lists)
     return Found(counts, tuple((name, module) for module, name in blocks.items()), frozenset(range(aside)))
+
+
+def _refuse_shared(blocks: Mapping[torch.nn.Module, str]) -> None:
+    owners: dict[torch.nn.Module, str] = {}
+    for block, name in blocks.items():
+        for module in block.modules():
+            other = owners.setdefault(module, name)
+            if other != name and (module._parameters or module._buffers):
+                raise KitchenSolError(
+                    NODE,
+                    f"the blocks {other} and {name} share a {type(module).__name__}, which cannot be in two"
+                    " places.",
+                    "Connect this model without the node.",
+                )

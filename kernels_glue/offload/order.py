@@ -23,6 +23,8 @@ class VisitOrder:
     def __init__(self, expected: Iterable[int]):
         self._history = list(expected)
         self._limit = _REMEMBERED * max(1, len(self._history))
+        # Two evaluations back; what came before a change says nothing about what follows it.
+        self._longest = 2 * max(1, len(self._history))
         self._next = 0
 
     def visit(self, block: int) -> None:
@@ -49,10 +51,10 @@ class VisitOrder:
             if history[place] != block:
                 continue
             run = 0
-            while run < place and history[place - 1 - run] == history[-1 - run]:
+            while run < min(place, self._longest) and history[place - 1 - run] == history[-1 - run]:
                 run += 1
             if run > longest:
                 best, longest = place, run
-            if run >= self._limit:
+            if run >= self._longest:
                 break
         return best

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management as management
@@ -17,6 +17,7 @@ from .config import NODE
 from .handle import KEY, Offload, Placed, allowed_bytes, offload_of, placed_on
 from .leaves import leaves
 from .lists import Found, find_blocks
+from .pinning import unlock
 from .plan import Sizes
 from .slab import Block, slab_bytes
 from .streaming import Streaming
@@ -59,6 +60,34 @@ class Streams:
             self.unpatch_model(self.offload_device, unpatch_weights=True)
             raise
 
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> float | None:
+        """Core's partially_load; what a clone without the node has loaded goes first."""
+        loaded = self.model.model_loaded_weight_memory
+        if offload_of(self) is not None and placed_on(self.model) is None and loaded > 0:
+            self.unpatch_model(self.offload_device, unpatch_weights=True)
+            extra_memory += loaded
+        return super().partially_load(device_to, extra_memory, force_patch_weights)
+
+    def is_clone(self, other: Any) -> bool:
+        """Core's is_clone, which it asks before it detaches the other one in favour of this one."""
+        placed = placed_on(self.model)
+        if placed is not None:
+            placed.heir = self._heritage()
+        return super().is_clone(other)
+
+    def clone_has_same_weights(self, *args: Any, **kwargs: Any) -> bool:
+        """Core's clone_has_same_weights, which asks is_clone and detaches nothing."""
+        same = super().clone_has_same_weights(*args, **kwargs)
+        if (placed := placed_on(self.model)) is not None:
+            placed.heir = None
+        return same
+
+    def _heritage(self) -> tuple[Any, ...]:
+        """What has to be the same for one patcher to go on with what another one has placed."""
+        return id(offload_of(self)), self.patches_uuid, self.force_cast_weights
+
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> float:
@@ -82,16 +111,23 @@ class Streams:
         # quantized tensors again that were moved there.
         with torch.inference_mode():
             if unpatch_weights:
-                _put_back(self)
+                self.unpatch_hooks()  # they have to go before what they lie upon
+            blocks = _put_back(self) if unpatch_weights else ()
             super().unpatch_model(device_to, unpatch_weights)
+            for block in blocks:
+                block.bind_host()  # moving a quantized tensor to where it is copies its scales
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """Core's detach. Another clone takes over, or this one goes: it must not find placed blocks."""
+        """Core's detach. Another clone takes over, or this one goes: only an heir may find placed blocks."""
         offload, placed = offload_of(self), placed_on(self.model)
         mine = placed is not None and placed.owner == id(self)
+        if mine:
+            heir, placed.heir = placed.heir, None
+            mine = heir != self._heritage()
         out = super().detach(unpatch_all or mine)
         if unpatch_all and offload is not None:
             offload.pins_of(self.model).release()
+            unlock(slab for block in (placed.streaming.blocks if placed else ()) for slab in block.slabs)
         return out
 
     def patch_hooks(self, hooks: Any) -> None:
@@ -186,12 +222,15 @@ def _move_rest(model: BaseModel, found: Found, device: torch.device) -> int:
     return sum(map(_own_bytes, rest))
 
 
-def _put_back(patcher: Any) -> None:
+def _put_back(patcher: Any) -> Sequence[Block]:
+    """Puts all blocks back into host memory, and returns them."""
     placed = placed_on(patcher.model)
-    if placed is not None:
-        placed.streaming.release()
-        baking.restore(patcher, placed.streaming.blocks)
-        del patcher.model.__dict__[KEY]
+    if placed is None:
+        return ()
+    placed.streaming.release()
+    baking.restore(patcher, placed.streaming.blocks)
+    del patcher.model.__dict__[KEY]
+    return placed.streaming.blocks
 
 
 def _count(patcher: Any, placed: Placed) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import comfy.model_management as management
 import psutil
@@ -16,33 +16,32 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 class Pins:
-    """The page-locked slabs of one application of the node.
+    """The page-locked slabs of one application of the node to one model.
 
-    A slab is released when it is told so, when its memory goes, or when this object goes: whichever comes
-    first, so that no page stays locked that nobody streams from.
+    A slab is released when every application that locked it lets it go, when its memory goes, or when it is
+    told so: whichever comes first, so that no page stays locked that nobody streams from.
 
     Args:
-        limit: bytes that may be locked at a time; None is half of the free memory, read when needed.
+        limit: bytes that may be locked at a time; None is half of the memory that is free before.
     """
 
     def __init__(self, limit: int | None = None):
         self._limit = limit
-        self._held: dict[int, weakref.finalize] = {}
-        weakref.finalize(self, _release_all, self._held)
+        self._half = 0
+        self._held: dict[int, _Locked] = {}
 
     @property
     def bytes(self) -> int:
         """Host memory that is locked now."""
-        return sum(held.peek()[2][1] for held in self._alive())
+        return sum(locked.size for locked in self._held.values() if locked.alive)
 
     def limit(self) -> int:
-        """Bytes that may be locked in all, with those that are: the user's limit within ComfyUI's."""
-        own = self._limit
-        if own is None:
-            own = self.bytes + psutil.virtual_memory().available // 2
-        return max(
-            0, int(min(own, self.bytes + management.MAX_PINNED_MEMORY - management.TOTAL_PINNED_MEMORY))
-        )
+        """Bytes that may be locked in all: the user's limit, and ComfyUI's."""
+        if self._limit is None and not self.bytes:
+            # Once: memory that is in use already does not become less free when it is locked.
+            self._half = psutil.virtual_memory().available // 2
+        own = self._half if self._limit is None else self._limit
+        return max(0, int(min(own, management.MAX_PINNED_MEMORY)))
 
     def pin(self, slab: torch.Tensor) -> bool:
         """Whether a slab is locked now; it is not where the limit or the system forbids it."""
@@ -50,23 +49,43 @@ class Pins:
         held = self._held.get(address)
         if held is not None and held.alive:
             return True
-        owner = owner_of(slab)
-        if owner is None or not size or self.bytes + size > self.limit() or not _lock(address, size):
+        if not size or self.bytes + size > self.limit() or (locked := _lock(slab)) is None:
             return False
-        self._held[address] = weakref.finalize(owner, _unlock, address, size)
+        self._held[address] = locked
         return True
 
     def release(self) -> None:
-        """Unlocks everything."""
-        _release_all(self._held)
+        """Lets everything go."""
+        self._held.clear()
 
-    def keep_only(self, slabs: list[torch.Tensor]) -> None:
-        """Unlocks all slabs but these."""
+    def keep_only(self, slabs: Iterable[torch.Tensor]) -> None:
+        """Lets all slabs go but these."""
         kept = {slab.data_ptr() for slab in slabs}
-        _release_all({address: held for address, held in self._held.items() if address not in kept})
+        self._held = {address: locked for address, locked in self._held.items() if address in kept}
 
-    def _alive(self) -> list[weakref.finalize]:
-        return [held for held in self._held.values() if held.alive]
+
+def unlock(slabs: Iterable[torch.Tensor]) -> None:
+    """Unlocks slabs, whoever holds them."""
+    for slab in slabs:
+        if (locked := _locked.get(slab.data_ptr())) is not None:
+            locked.unlock()
+
+
+class _Locked:
+    """One slab that is locked, for as long as this object or the slab's memory lives."""
+
+    def __init__(self, owner: object, address: int, size: int):
+        self.size = size
+        self.unlock = weakref.finalize(owner, _unlock, address, size)
+        weakref.finalize(self, self.unlock)
+
+    @property
+    def alive(self) -> bool:
+        return self.unlock.alive
+
+
+# By address: CUDA locks no page twice, and applications of the node to one model share its slabs.
+_locked: weakref.WeakValueDictionary[int, _Locked] = weakref.WeakValueDictionary()
 
 
 def can_pin() -> bool:
@@ -74,19 +93,21 @@ def can_pin() -> bool:
     return management.MAX_PINNED_MEMORY > 0
 
 
-def _release_all(held: dict[int, Callable[[], object]]) -> None:
-    for release in held.values():
-        release()
-
-
-def _lock(address: int, size: int) -> bool:
-    management.ensure_pin_registerable(size)
+def _lock(slab: torch.Tensor) -> _Locked | None:
+    address, size, owner = slab.data_ptr(), slab.nbytes, owner_of(slab)
+    known = _locked.get(address)
+    if known is not None and known.alive:
+        return known
+    # Takes what ComfyUI has locked for models that are not in use.
+    if owner is None or not management.ensure_pin_registerable(size):
+        return None
     if torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE) != 0:
         management.discard_cuda_async_error()
-        return False
+        return None
     # Core's own count, by which it limits what it locks itself.
     management.TOTAL_PINNED_MEMORY += size
-    return True
+    locked = _locked[address] = _Locked(owner, address, size)
+    return locked
 
 
 def _unlock(address: int, size: int) -> None:

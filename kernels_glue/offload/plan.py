@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..errors import KitchenSolError
 from .config import GIB, NODE
@@ -70,19 +70,22 @@ def make_plan(sizes: Sizes, budget: float, wishes: Wishes = Wishes()) -> Plan:
     wanted = min(wishes.resident_blocks, count)
     if wanted >= 0:
         plan = _place(sizes, wanted, wishes)
-        if plan.device_bytes > budget:
+        if plan.device_bytes > budget and wanted:
             raise _too_many(plan, wishes, budget)
+        if plan.device_bytes > budget:
+            raise _too_small(plan, sizes, budget)
         return plan
     for resident in range(count, -1, -1):
         plan = _place(sizes, resident, wishes)
         if plan.device_bytes <= budget:
             return plan
-    raise _too_small(plan, sizes, budget)
+    raise _too_small(smallest_plan(sizes, wishes), sizes, budget)
 
 
 def smallest_plan(sizes: Sizes, wishes: Wishes = Wishes()) -> Plan:
-    """The plan that needs the least of the device: one slot more than is copied ahead, nothing resident."""
-    return _place(sizes, 0, replace(wishes, resident_blocks=-1))
+    """The plan that needs the least of the device."""
+    plans = (_place(sizes, resident, wishes) for resident in range(len(sizes.blocks) + 1))
+    return min(plans, key=lambda plan: plan.device_bytes)
 
 
 def _place(sizes: Sizes, resident: int, wishes: Wishes) -> Plan:

@@ -47,6 +47,8 @@ class Session:
     def end(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_CLEANUP: core calls it also where ON_PRE_RUN was never reached."""
         placed = placed_on(patcher.model)
+        if placed is not None:
+            placed.streaming.settle()
         if not self._steps or placed is None or placed.streaming.plan is None:
             return
         copied, waited = (now - then for now, then in zip(_counters(patcher), self._before, strict=True))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import torch
@@ -34,6 +35,11 @@ class Leaf:
     def view(self, slab: torch.Tensor) -> torch.Tensor:
         """The tensor in a slab: uint8 [bytes], on any device."""
         return slab[self.offset :].view(self.dtype).as_strided(self.size, self.stride)
+
+    @property
+    def span(self) -> int:
+        """Bytes up to where the next leaf begins."""
+        return aligned(_extent(self.size, self.stride) * self.dtype.itemsize)
 
     def lies_in(self, tensor: torch.Tensor, base: int) -> bool:
         """Whether a tensor is this leaf of a slab on the CPU that begins at an address."""
@@ -67,18 +73,31 @@ class Part:
         """The parameter or buffer as a view of a slab."""
         now = self.tensor
         view = rebuilt(now, [leaf.view(slab) for leaf in self.leaves])
-        return torch.nn.Parameter(view, requires_grad=False) if isinstance(now, torch.nn.Parameter) else view
+        if not isinstance(now, torch.nn.Parameter):
+            return view
+        if type(view) is torch.Tensor:
+            return torch.nn.Parameter(view, requires_grad=False)
+        # What the constructor of Parameter marks too; it also detaches, and comfy_kitchen copies the scales
+        # of a quantized tensor for that.
+        view._is_param = True
+        return view
 
 
 class Block:
     """A block of a DiT whose weights lie in one slab of host memory.
 
     The first time, its weights are moved into a new slab: the module, and whoever else shares it, holds
-    views of the slab from then on, and the memory where they lay before is free.
+    views of the slab from then on, and the memory where they lay before is free. Weights with a LoRA lie in
+    a slab of their own beside it: others may hold the original ones.
 
     Args:
         name: of the module in the model, such as `diffusion_model.blocks.0`.
         twin: the same block of another model, whose weights that lie in the same memory move along.
+
+    Attributes:
+        bytes: what the block takes on the device.
+        host: uint8 [bytes], the original weights.
+        sources: (offset, uint8 tensor) of the pieces of host memory that make up the block on the device.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, twin: torch.nn.Module | None = None):
@@ -90,7 +109,49 @@ class Block:
         # As in a node: core cannot move quantized tensors that are half made in this mode and half not.
         with torch.inference_mode():
             self._settle(twin)
-        self.bind(self.host)
+        self.unpatch()
+
+    @property
+    def slabs(self) -> tuple[torch.Tensor, ...]:
+        """The host memory that is copied from."""
+        return (self.host,) if self._patched is None else (self.host, self._patched.slab)
+
+    def patch(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Gives some parts, by key, other values of the same forms; the original ones stay where they are."""
+        with torch.inference_mode():
+            self._patched = Patched([part for part in self.parts if part.key in tensors], tensors)
+            others = self._patched.views
+            self._on_host = [others[p.key] if p.key in others else p.on(self.host) for p in self.parts]
+        self.sources = tuple(_sources(self.parts, self.host, self._patched))
+        self.bind_host()
+
+    def unpatch(self) -> None:
+        """Goes back to the original weights, and drops the others."""
+        self._patched: Patched | None = None
+        self.sources = ((0, self.host),)
+        with torch.inference_mode():
+            self._on_host = [part.on(self.host) for part in self.parts]
+        self.bind_host()
+
+    def bind(self, slab: torch.Tensor) -> None:
+        """Makes the module's weights views of a slab on the device, of the block's bytes or more."""
+        views = self._bound.get(slab.data_ptr())
+        if views is None:
+            with torch.inference_mode():
+                views = self._bound[slab.data_ptr()] = [part.on(slab) for part in self.parts]
+        self._set(views)
+
+    def bind_host(self) -> None:
+        """Makes the module's weights those in host memory."""
+        self._set(self._on_host)
+
+    def forget(self) -> None:
+        """Drops the views of device slabs, which would keep these alive."""
+        self._bound.clear()
+
+    def _set(self, views: Sequence[torch.Tensor]) -> None:
+        for (table, name), view in zip(self._places, views, strict=True):
+            table[name] = view
 
     def _settle(self, twin: torch.nn.Module | None) -> None:
         self.host = _slab_of(self.parts, self.bytes)
@@ -100,19 +161,49 @@ class Block:
             for part, table in shared:
                 table[part.name] = _with_notes(part.on(self.host), table[part.name])
 
-    def bind(self, slab: torch.Tensor) -> None:
-        """Makes the module's weights views of a slab that has the block's bytes, on any device."""
-        views = self._bound.get(slab.data_ptr())
-        if views is None:
-            with torch.inference_mode():
-                views = self._bound[slab.data_ptr()] = [part.on(slab) for part in self.parts]
-        for (table, name), view in zip(self._places, views, strict=True):
-            table[name] = view
 
-    def forget(self) -> None:
-        """Drops the views of device slabs, which would keep these alive."""
-        host = self.host.data_ptr()
-        self._bound = {address: views for address, views in self._bound.items() if address == host}
+class Patched:
+    """Parts of a block with other values, one after the other in a slab of their own.
+
+    Attributes:
+        views: the parameters or buffers around it, by key.
+    """
+
+    def __init__(self, parts: Sequence[Part], tensors: Mapping[str, torch.Tensor]):
+        self._at: dict[int, int] = {}
+        size = 0
+        for leaf in (leaf for part in parts for leaf in part.leaves):
+            self._at[leaf.offset] = size
+            size += leaf.span
+        self.slab = host_memory(-(-size // PAGE) * PAGE)
+        self.views: dict[str, torch.Tensor] = {}
+        for part in parts:
+            moved = replace(part, leaves=tuple(replace(x, offset=self._at[x.offset]) for x in part.leaves))
+            for leaf, value in zip(moved.leaves, leaves(tensors[part.key]), strict=True):
+                leaf.view(self.slab).copy_(value)
+            self.views[part.key] = moved.on(self.slab)
+
+    def source(self, leaf: Leaf) -> tuple[torch.Tensor, int] | None:
+        """The slab and the place in it of a leaf of the block, or None."""
+        at = self._at.get(leaf.offset)
+        return None if at is None else (self.slab, at)
+
+
+def _sources(
+    parts: Sequence[Part], host: torch.Tensor, patched: Patched
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The runs of a block's leaves that lie in one piece of host memory."""
+    run: list[Any] = []  # slab, place in it, offset in the block, bytes
+    for leaf in (leaf for part in parts for leaf in part.leaves if leaf.span):
+        slab, at = patched.source(leaf) or (host, leaf.offset)
+        if run and run[0] is slab and run[1] + run[3] == at:
+            run[3] += leaf.span
+            continue
+        if run:
+            yield run[2], run[0][run[1] : run[1] + run[3]]
+        run = [slab, at, leaf.offset, leaf.span]
+    if run:
+        yield run[2], run[0][run[1] : run[1] + run[3]]
 
 
 def slab_bytes(module: torch.nn.Module) -> int:
@@ -127,7 +218,7 @@ def _layout(name: str, module: torch.nn.Module) -> tuple[tuple[Part, ...], int]:
         for leaf in leaves(tensor):
             stride = leaf.stride() if _is_dense(leaf) else _contiguous(leaf.shape)
             places.append(Leaf(offset, leaf.dtype, tuple(leaf.shape), stride))
-            offset += -(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset += places[-1].span
         parts.append(Part(table, short, key, tuple(places)))
     return tuple(parts), -(-offset // PAGE) * PAGE
 
@@ -140,6 +231,18 @@ def _tensors(
             for short, tensor in table.items():
                 if tensor is not None:
                     yield table, short, f"{path}.{short}", tensor
+
+
+def aligned(size: int) -> int:
+    """Bytes rounded up to where a leaf may begin."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last one."""
+    if 0 in size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -199,8 +302,8 @@ def _shared(
         table, tensor = others.get(part.key, (None, None))
         if table is None or len(leaves(tensor)) != len(part.leaves):
             continue
-        pairs = list(zip(leaves(part.tensor), leaves(tensor), strict=True))
-        if all(_same_memory(mine, other) for mine, other in pairs):
+        # Scales are copied whenever a quantized tensor is detached; what counts is the data.
+        if _same_memory(leaves(part.tensor)[0], leaves(tensor)[0]):
             shared.append((part, table))
     return shared
 

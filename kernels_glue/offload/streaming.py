@@ -14,13 +14,16 @@ from .plan import Plan, evenly
 from .rotation import Rotation
 from .slab import Block
 
+# (offset in the target, uint8 tensor in host memory): the pieces of a copy.
+Sources = Sequence[tuple[int, torch.Tensor]]
+
 
 class Lane(Protocol):
     """What streaming asks of a device; see lane.CudaLane."""
 
     def allocate(self, size: int) -> torch.Tensor: ...
     def mark(self) -> Any: ...
-    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Any, pinned: bool) -> Any: ...
+    def copy(self, target: torch.Tensor, sources: Sources, after: Any, pinned: bool) -> Any: ...
     def wait(self, copy: Any) -> None: ...
     def waited_ms(self) -> float: ...
     def drain(self) -> None: ...
@@ -74,6 +77,7 @@ class Streaming:
         self._order = VisitOrder(())
         self._pinned: frozenset[int] = frozenset()
         self._hooks: list[Any] = []
+        self._running: int | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -126,24 +130,36 @@ class Streaming:
 
     def before(self, index: int) -> None:
         """A streamed block is about to run: its weights are on the device when its kernels are."""
+        self.settle()
         self._order.visit(index)
         slot = self._rotation.slot_of(index)
         if slot is None:
             slot = self._rotation.victim(self._order.upcoming())
             self._fill(index, slot)
             self.traffic.misses += 1
-        self.lane.wait(self._slots[slot].copy)
+        try:
+            self.lane.wait(self._slots[slot].copy)
+        except BaseException:
+            self._rotation.put(None, slot)
+            raise
+        self._running = index
         self.blocks[index].bind(self._slots[slot].slab)
         self._prefetch(busy=slot)
 
     def after(self, index: int) -> None:
         """It has run, or failed: the slot may be filled anew when the device has come to this point."""
+        self._running = None
         block = self.blocks[index]
-        block.bind(block.host)
+        block.bind_host()
         slot = self._rotation.slot_of(index)
         if slot is not None:
             self._slots[slot].free_after = self.lane.mark()
             self._prefetch()
+
+    def settle(self) -> None:
+        """Ends the call of a block that never came to its end: torch calls no hook for an interrupt."""
+        if self._running is not None:
+            self.after(self._running)
 
     def _prefetch(self, busy: int | None = None) -> None:
         while fill := self._rotation.next_fill(self._order.upcoming(), busy):
@@ -154,7 +170,7 @@ class Streaming:
         # Should the copy fail to start, the slot holds nothing.
         self._rotation.put(None, slot)
         target = place.slab[: block.bytes]
-        place.copy = self.lane.copy(target, block.host, place.free_after, index in self._pinned)
+        place.copy = self.lane.copy(target, block.sources, place.free_after, index in self._pinned)
         self._rotation.put(index, slot)
         self.traffic.copies += 1
         self.traffic.bytes += block.bytes
@@ -167,36 +183,40 @@ class Streaming:
             handle.remove()
         self._hooks.clear()
         self.lane.drain()
+        self._running = None
         self._slots.clear()
         self._rotation = Rotation(0)
         for index, block in enumerate(self.blocks):
             if index not in self._resident:
-                block.bind(block.host)
+                block.bind_host()
                 block.forget()
 
     def _upload(self, index: int) -> None:
         block = self.blocks[index]
         slab = self.lane.allocate(block.bytes)
         with torch.inference_mode():
-            slab.copy_(block.host)
+            for offset, source in block.sources:
+                slab[offset : offset + source.nbytes].copy_(source)
         self._resident[index] = slab
         block.bind(slab)
 
     def _evict(self, index: int) -> None:
         block = self.blocks[index]
-        block.bind(block.host)
+        block.bind_host()
         block.forget()
         del self._resident[index]
 
     def _pin(self, streamed: Sequence[int], between: Callable[[], None]) -> None:
         """Pins as many blocks as the limit holds, evenly, so that slow copies do not come in a row."""
-        self.pins.keep_only([self.blocks[i].host for i in streamed])
-        largest = max((self.blocks[i].bytes for i in streamed), default=0)
-        fit = min(len(streamed), self.pins.limit() // largest) if largest else 0
+        limit, chosen = self.pins.limit(), list(streamed)
+        slabs = {i: self.blocks[i].slabs for i in streamed}
+        while sum(slab.nbytes for i in chosen for slab in slabs[i]) > limit:
+            chosen = evenly(streamed, len(chosen) - 1)
+        self.pins.keep_only([slab for i in chosen for slab in slabs[i]])
         pinned = set()
-        for index in evenly(streamed, fit):
+        for index in chosen:
             between()
-            if not self.pins.pin(self.blocks[index].host):
+            if not all(self.pins.pin(slab) for slab in slabs[index]):
                 break
             pinned.add(index)
         self._pinned = frozenset(pinned)
