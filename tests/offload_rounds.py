@@ -44,7 +44,8 @@ class Lane:
     def mark(self) -> object:
         return object()
 
-    def copy(self, target: Cells, source: int, after: object, pinned: bool) -> Cells:
+    def copy(self, target: Cells, sources: tuple[tuple[int, int]], after: object, pinned: bool) -> Cells:
+        [(_, source)] = sources
         assert self.left, "one call starts copies without end"
         self.left -= 1
         self.copied.append(source)
@@ -77,11 +78,15 @@ class Block:
 
     def __init__(self, index: int) -> None:
         self.host = index
+        self.sources = ((0, index),)
         self.module = Module()
         self.bound: object = None
 
     def bind(self, slab: object) -> None:
         self.bound = slab
+
+    def bind_host(self) -> None:
+        self.bound = self.host
 
     def forget(self) -> None:
         pass
@@ -89,6 +94,9 @@ class Block:
 
 class NoPins:
     """Locks nothing."""
+
+    def limit(self) -> int:
+        return 0
 
     def keep_only(self, slabs: list[int]) -> None:
         pass

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+# (offset in the target, uint8 tensor): the pieces of a copy.
+Sources = Sequence[tuple[int, torch.Tensor]]
+
 
 @dataclass
 class HostCopy:
@@ -39,9 +42,7 @@ class HostLane:
     def mark(self) -> object:
         return object()
 
-    def copy(
-        self, target: torch.Tensor, sources: Sequence[tuple[int, torch.Tensor]], after: object, pinned: bool
-    ) -> HostCopy:
+    def copy(self, target: torch.Tensor, sources: Sources, after: object, pinned: bool) -> HostCopy:
         self.started += 1
 
         def run() -> None:

@@ -167,3 +167,15 @@ def _used() -> int:
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def test_core_keeps_to_a_budget_and_to_the_bits(comfy: ModuleType, source: Any, model: TinyModel) -> None:
+    if not source.is_dynamic() or sizes(source).total < 256 * MIB:
+        pytest.skip("needs dynamic VRAM, and more than it pages by")
+    expected = comfy.sample(source, model)
+    comfy.unload_all()
+    budget = budget_for(source, resident=2)
+    helped, _, texts = offload(source, vram_budget_gb=budget, strategy="core")
+    assert torch.equal(comfy.sample(helped, model), expected)
+    assert "WARNING" not in texts[-1] and "strategy core" in texts[-1]
+    assert helped.loaded_size() <= budget * GIB

@@ -38,13 +38,7 @@ def twin_of(module: torch.nn.Module, make: Make) -> torch.nn.Module:
     return other
 
 
-TWIN_SCALES = pytest.mark.xfail(
-    strict=True,
-    reason="a quantized weight moves along only if its scales lie in the same memory, which they never do",
-)
-
-
-@pytest.mark.parametrize("make", [Plain, pytest.param(Quantized, marks=TWIN_SCALES)])
+@pytest.mark.parametrize("make", [Plain, Quantized])
 def test_a_twin_in_the_same_memory_moves_along(make: Make) -> None:
     module = make()
     twin = twin_of(module, make)

@@ -115,14 +115,7 @@ def test_a_refiner_that_runs_once_before_each_sampling(prefetch: int) -> None:
             assert first <= 2 and not any(found), (first, found)
 
 
-LONG_MEMORY = pytest.mark.xfail(
-    strict=True, reason="the longest run wins, which ends where the order changed, until a longer one is seen"
-)
-
-
-@pytest.mark.parametrize(
-    "steps", [2, pytest.param(8, marks=LONG_MEMORY), pytest.param(20, marks=LONG_MEMORY)]
-)
+@pytest.mark.parametrize("steps", [2, 8, 20])
 @pytest.mark.parametrize("prefetch", PREFETCH)
 def test_after_a_cancelled_evaluation_the_order_is_known_again_soon(prefetch: int, steps: int) -> None:
     """However many steps there were before."""
@@ -134,7 +127,7 @@ def test_after_a_cancelled_evaluation_the_order_is_known_again_soon(prefetch: in
         assert max(found) <= 2 and not any(found[5:]), (stop, found)
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=LONG_MEMORY)])
+@pytest.mark.parametrize("steps", [3, 20])
 @pytest.mark.parametrize("prefetch", PREFETCH)
 def test_samplings_of_two_kinds_one_after_the_other(prefetch: int, steps: int) -> None:
     rounds = Rounds(COUNT, prefetch)

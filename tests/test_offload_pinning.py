@@ -147,7 +147,6 @@ def test_half_of_the_free_memory_may_be_locked_where_no_limit_is_set(
     assert Pins(30 * PAGE).limit() == 30 * PAGE  # the user's own is not halved
 
 
-@pytest.mark.xfail(strict=True, reason="slabs are not free memory before they are locked, so none of it goes")
 def test_no_more_than_half_of_the_free_memory_is_locked_in_all(
     cuda: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,9 +252,6 @@ def test_two_applications_lock_their_own_slabs(cuda: Cudart) -> None:
     assert (one.bytes, two.bytes, told()) == (0, 3 * PAGE, 3 * PAGE)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="CUDA refuses to lock a slab twice, and that it is locked is not known"
-)
 def test_a_slab_that_another_application_holds_is_locked_for_both(cuda: Cudart) -> None:
     """Two branches of a graph share the slabs of a model, each with settings of its own."""
     one, two, host = Pins(), Pins(), memory(2)
@@ -268,7 +264,6 @@ def test_a_slab_that_another_application_holds_is_locked_for_both(cuda: Cudart) 
     assert seen == [(2 * PAGE, 2 * PAGE), (2 * PAGE, 2 * PAGE), (0, 0)]
 
 
-@pytest.mark.xfail(strict=True, reason="the limit is compared first, and then core is asked for nothing")
 def test_core_is_asked_for_what_it_locked_for_idle_models(
     cuda: Cudart, monkeypatch: pytest.MonkeyPatch
 ) -> None:

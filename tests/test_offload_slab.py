@@ -19,9 +19,7 @@ Block = slab.Block
 PAGE = 4096
 Make = type[torch.nn.Module]
 
-# torch.nn.Parameter(tensor) detaches, and comfy_kitchen copies the scales of a tensor that is detached.
-SCALES = pytest.mark.xfail(strict=True, reason="the scales of a quantized parameter do not lie in the slab")
-both = pytest.mark.parametrize("make", [Plain, pytest.param(Quantized, marks=SCALES)])
+both = pytest.mark.parametrize("make", [Plain, Quantized])
 
 
 @pytest.fixture(autouse=True)
@@ -238,7 +236,7 @@ def test_weights_are_views_of_the_slab_they_are_bound_to(make: Make) -> None:
     assert bits_of(module) == what
     assert ranges(module)[0][0] >= device.data_ptr()
     assert ranges(module)[-1][1] <= device.data_ptr() + block.bytes
-    block.bind(block.host)
+    block.bind_host()
     assert pointers(module) == at_home and bits_of(module) == what
 
 
@@ -250,7 +248,7 @@ def test_a_device_slab_dies_when_it_is_forgotten() -> None:
         device = torch.from_numpy(array)
     del array
     block.bind(device)
-    block.bind(block.host)
+    block.bind_host()
     block.forget()
     del device
     assert gone() is None
@@ -269,7 +267,7 @@ def test_changed_scales_in_the_slab_are_those_of_the_weight(make: Make) -> None:
             for leaf in part.leaves:
                 leaf.view(block.host).zero_()
         device.copy_(block.host)
-    for at in (block.host, device):
-        block.bind(at)
+    for bind in (block.bind_host, lambda: block.bind(device)):
+        bind()
         for name, tensor in tensors(module).items():
             assert not any(leaf.to(torch.float32).any() for leaf in leaves.leaves(tensor)), name
