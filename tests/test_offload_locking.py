@@ -79,6 +79,48 @@ def test_what_is_page_locked_changes_with_the_plan() -> None:
         check_pinned(model, lane, resident, 3)
 
 
+def test_a_block_with_other_values_is_page_locked_with_both_of_its_slabs() -> None:
+    lane = PinnedLane()
+    model = build(lane)
+    blocks = model.streaming.blocks
+    size = blocks[0].bytes
+    blocks[3].patch({"blocks.3.weight": torch.full((300,), 4.0)})  # its own value, elsewhere
+    own, other = blocks[3].slabs
+    assert size == own.nbytes == other.nbytes
+    pins = model.streaming.pins = SomePins((COUNT + 1) * size)
+    model.place(0, pin=True)
+    assert torch.equal(model(), right())
+    assert len(pins.held) == COUNT + 1 and {own.data_ptr(), other.data_ptr()} <= set(pins.held)
+    assert model.streaming.unpinned == () and all(lane.said.values())
+    # Room for both of them or for none: a copy that waits for one piece is no faster for the other.
+    model.streaming.release()
+    pins.most = COUNT * size
+    model.place(0, pin=True)
+    assert len(model.streaming.unpinned) == 1 and sum(pins.held.values()) <= pins.most
+    model.streaming.release()
+    pins.most = size
+    model.place(0, pin=True)
+    # Of seven blocks the one in the middle is chosen, which needs two slabs.
+    assert model.streaming.unpinned == tuple(range(COUNT)) and not pins.held
+
+
+def test_what_cannot_be_locked_after_all_is_copied_as_pageable() -> None:
+    """The system may refuse what the limit allows."""
+
+    class Refusing(SomePins):
+        def pin(self, slab: torch.Tensor) -> bool:
+            return len(self.held) < 2 and super().pin(slab)
+
+    lane = PinnedLane()
+    model = build(lane)
+    pins = model.streaming.pins = Refusing(10**9)
+    plan = model.place(0, pin=True)
+    assert torch.equal(model(), right())
+    # Those that are locked do not lie side by side.
+    assert model.streaming.unpinned == tuple(i for i in plan.streamed if i not in plan.streamed[:3:2])
+    assert sum(lane.said.values()) == 2 and {a for a, pinned in lane.said.items() if pinned} == set(pins.held)
+
+
 def test_all_blocks_are_page_locked_where_the_limit_holds_all_of_them() -> None:
     """Flux: few large blocks, and many small ones."""
     lane = PinnedLane()

@@ -184,7 +184,7 @@ def test_too_small_a_budget_is_an_error_that_says_what_is_needed() -> None:
     with pytest.raises(KitchenSolError) as refusal:
         plan.make_plan(sizes, 2 * 2**30, Wishes(-1, 2))
     assert refusal.value.problem == (
-        "the budget is 2.00 GiB, and this model needs 3.50 GiB even with all blocks streamed"
+        "the budget is 2.00 GiB, and this model needs at least 3.50 GiB"
         " (0.50 GiB outside of its blocks, 3 slabs of 1.00 GiB)."
     )
     assert "vram_budget_gb" in refusal.value.remedy and "prefetch_blocks" in refusal.value.remedy
@@ -194,10 +194,11 @@ def test_more_resident_blocks_than_there_are_is_all_of_them() -> None:
     assert plan.make_plan(EVEN, EVEN.total, Wishes(4096, 1)).streamed == ()
 
 
-def test_the_smallest_plan_has_no_resident_block_whatever_was_wished() -> None:
-    for resident in (-1, 0, 5):
+def test_the_smallest_plan_has_no_resident_block_or_as_many_as_were_wished() -> None:
+    for resident in (-1, 0):
         made = plan.smallest_plan(FLUX, Wishes(resident, 1))
         assert made.resident == () and made.device_bytes == 11 + 2 * 90
+    assert len(plan.smallest_plan(FLUX, Wishes(5, 1)).resident) == 5
 
 
 def test_the_smallest_plan_is_not_larger_than_the_model() -> None:
@@ -210,3 +211,18 @@ def test_too_small_a_budget_for_none_resident_does_not_tell_to_lower_their_numbe
     with pytest.raises(KitchenSolError) as refusal:
         plan.make_plan(EVEN, 100, Wishes(0, 1))
     assert "Lower resident_blocks" not in refusal.value.remedy
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 40])
+def test_items_are_taken_with_even_gaps(length: int) -> None:
+    items = [10 + 3 * i for i in range(length)]
+    assert plan.evenly(items, 0) == [] and plan.evenly(items, length) == items
+    for count in range(1, length + 1):
+        taken = plan.evenly(items, count)
+        places = tuple(items.index(item) for item in taken)
+        assert len(places) == count and list(places) == sorted(set(places))
+        found = gaps(places, length)
+        assert max(found) - min(found) <= 1
+        # The ends are no special places: as much before the first as behind the last, give or take one.
+        assert abs(places[0] - (length - 1 - places[-1])) <= 1
+    assert plan.evenly([], 0) == []

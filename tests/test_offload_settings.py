@@ -167,7 +167,9 @@ def test_a_budget_below_the_least_is_an_error_where_comfyui_allows_as_much() -> 
     for allowed in (1.25 * GIB, 2.0 * GIB, math.inf):
         with pytest.raises(KitchenSolError) as refusal:
             offload(vram_budget_gb=1.25).plan(SIZES, allowed)
-        assert refusal.value.problem.startswith("the budget is 1.25 GiB, and this model needs 1.50 GiB")
+        assert refusal.value.problem.startswith(
+            "the budget is 1.25 GiB, and this model needs at least 1.50 GiB"
+        )
 
 
 def test_memory_that_comfyui_wants_back_is_given_where_the_plan_may_change() -> None:

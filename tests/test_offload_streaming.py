@@ -204,3 +204,37 @@ def test_changing_before_anything_is_placed_and_releasing_twice_do_nothing() -> 
     model.streaming.release()
     model.streaming.release()
     model.check_home()
+
+
+@lateness
+@pytest.mark.parametrize("resident", [0, 3, 7])
+def test_blocks_with_other_values_run_with_these_and_go_home_with_their_own(
+    resident: int, late: bool
+) -> None:
+    model = build(HostLane(late=late))
+    blocks = model.streaming.blocks
+    held = [block.module.weight for block in blocks]
+    values = [20.0 + i if i % 3 else 1.0 + i for i in range(COUNT)]
+    for i, value in enumerate(values):
+        if i % 3:
+            blocks[i].patch({f"blocks.{i}.weight": torch.full((300,), value)})
+    plan = model.place(resident)
+    for order in (range(COUNT), range(COUNT), (5, 1, 1, 0, 4), range(COUNT)):
+        x, expected = torch.ones(300), torch.ones(300)
+        with torch.inference_mode():
+            for i in order:
+                x = model.blocks[i](x)
+                assert model.blocks[i].seen.pop().tolist() == [values[i]] * 300
+                expected = expected * values[i] + 0.5 * i
+        assert torch.equal(x, expected)
+    # A copy's bytes are those of the block, in however many pieces.
+    assert model.streaming.traffic.bytes == model.streaming.traffic.copies * blocks[0].bytes
+    assert model.streaming.device_bytes == plan.device_bytes
+    model.streaming.release()
+    assert [block.module.weight[0].item() for block in blocks] == values
+    for block in blocks:
+        block.unpatch()
+    model.check_home()
+    assert [weight[299].item() for weight in held] == [1.0 + i for i in range(COUNT)]
+    model.place(resident)
+    assert torch.equal(model(), right())

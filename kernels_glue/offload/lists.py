@@ -53,7 +53,8 @@ def _refuse_shared(blocks: Mapping[torch.nn.Module, str]) -> None:
     for block, name in blocks.items():
         for module in block.modules():
             other = owners.setdefault(module, name)
-            if other != name and (module._parameters or module._buffers):
+            own = (*module._parameters.values(), *module._buffers.values())
+            if other != name and any(tensor is not None for tensor in own):
                 raise KitchenSolError(
                     NODE,
                     f"the blocks {other} and {name} share a {type(module).__name__}, which cannot be in two"

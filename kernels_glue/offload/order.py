@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 # Evaluations that are remembered: enough for a few conditions a step, each with its own skipped blocks.
 _REMEMBERED = 16
@@ -41,7 +42,11 @@ class VisitOrder:
 
     def upcoming(self) -> Iterator[int]:
         """The blocks that are expected to run next, each once, nearest first."""
-        return iter(dict.fromkeys(self._history[self._next :]))
+        seen: set[int] = set()
+        for block in islice(self._history, self._next, None):
+            if block not in seen:
+                seen.add(block)
+                yield block
 
     def _place_of(self, block: int) -> int:
         """Where the block last ran after the same blocks as now; the end of the history if it never did."""

@@ -83,7 +83,9 @@ def make_plan(sizes: Sizes, budget: float, wishes: Wishes = Wishes()) -> Plan:
 
 
 def smallest_plan(sizes: Sizes, wishes: Wishes = Wishes()) -> Plan:
-    """The plan that needs the least of the device."""
+    """The plan that needs the least of the device, with as many resident blocks as are wished for."""
+    if wishes.resident_blocks >= 0:
+        return _place(sizes, min(wishes.resident_blocks, len(sizes.blocks)), wishes)
     plans = (_place(sizes, resident, wishes) for resident in range(len(sizes.blocks) + 1))
     return min(plans, key=lambda plan: plan.device_bytes)
 
@@ -120,11 +122,12 @@ def _too_many(plan: Plan, wishes: Wishes, budget: float) -> KitchenSolError:
 
 
 def _too_small(plan: Plan, sizes: Sizes, budget: float) -> KitchenSolError:
+    resident = f", {len(plan.resident)} resident blocks" if plan.resident else ""
     return KitchenSolError(
         NODE,
-        f"the budget is {gib(budget)}, and this model needs {gib(plan.device_bytes)} even with all blocks"
-        f" streamed ({gib(sizes.outside)} outside of its blocks, {plan.slots} slabs of"
-        f" {gib(plan.slot_bytes)}).",
+        f"the budget is {gib(budget)}, and this model needs at least {gib(plan.device_bytes)}"
+        f" ({gib(sizes.outside)} outside of its blocks, {plan.slots} slabs of"
+        f" {gib(plan.slot_bytes)}{resident}).",
         "Raise vram_budget_gb, lower prefetch_blocks, or quantize the model first.",
     )
 

@@ -172,13 +172,15 @@ class Patched:
     def __init__(self, parts: Sequence[Part], tensors: Mapping[str, torch.Tensor]):
         self._at: dict[int, int] = {}
         size = 0
-        for leaf in (leaf for part in parts for leaf in part.leaves):
+        for leaf in (leaf for part in parts for leaf in part.leaves if leaf.span):
             self._at[leaf.offset] = size
             size += leaf.span
         self.slab = host_memory(-(-size // PAGE) * PAGE)
         self.views: dict[str, torch.Tensor] = {}
         for part in parts:
-            moved = replace(part, leaves=tuple(replace(x, offset=self._at[x.offset]) for x in part.leaves))
+            # An empty leaf is nowhere, and begins where the next one does.
+            moved = [replace(x, offset=self._at[x.offset] if x.span else 0) for x in part.leaves]
+            moved = replace(part, leaves=tuple(moved))
             for leaf, value in zip(moved.leaves, leaves(tensors[part.key]), strict=True):
                 leaf.view(self.slab).copy_(value)
             self.views[part.key] = moved.on(self.slab)

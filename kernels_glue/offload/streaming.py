@@ -214,9 +214,11 @@ class Streaming:
             chosen = evenly(streamed, len(chosen) - 1)
         self.pins.keep_only([slab for i in chosen for slab in slabs[i]])
         pinned = set()
-        for index in chosen:
+        # Every second one first, so that they lie evenly too where the system allows less than the limit.
+        for index in (*chosen[::2], *chosen[1::2]):
             between()
             if not all(self.pins.pin(slab) for slab in slabs[index]):
+                self.pins.keep_only([slab for i in pinned for slab in slabs[i]])
                 break
             pinned.add(index)
         self._pinned = frozenset(pinned)
