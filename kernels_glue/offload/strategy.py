@@ -32,7 +32,5 @@ def choose(config: OffloadConfig, sizes: Sizes, dynamic: bool) -> Strategy:
     if dynamic and config.budget is not None and sizes.total <= config.budget and config.resident_blocks < 0:
         return Strategy("core", f"all {gib(sizes.total)} fit the budget, so there is nothing to stream")
     if dynamic:
-        return Strategy(
-            "stream", "faster than ComfyUI's dynamic VRAM within a budget, which it does not hold"
-        )
-    return Strategy("stream", "faster than ComfyUI's partial loading, and ComfyUI runs without dynamic VRAM")
+        return Strategy("stream", "as fast as ComfyUI's dynamic VRAM, and it keeps to the budget")
+    return Strategy("stream", "faster than ComfyUI's partial loading, the choice without dynamic VRAM")
