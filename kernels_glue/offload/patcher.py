@@ -72,10 +72,10 @@ class Streams:
 
     def is_clone(self, other: Any) -> bool:
         """Core's is_clone, which it asks before it detaches the other one in favour of this one."""
-        placed = placed_on(self.model)
-        if placed is not None:
+        same, placed = super().is_clone(other), placed_on(self.model)
+        if same and placed is not None:
             placed.heir = self._heritage()
-        return super().is_clone(other)
+        return same
 
     def clone_has_same_weights(self, *args: Any, **kwargs: Any) -> bool:
         """Core's clone_has_same_weights, which asks is_clone and detaches nothing."""
