@@ -70,7 +70,7 @@ class KitchenLayerwiseOffload(io.ComfyNode):
                     **_number("prefetch_blocks"),
                     tooltip=(
                         "How many blocks are copied ahead of the one that computes. Each takes the room of a"
-                        " block out of the budget. 0: none, and the GPU waits for every block that streams."
+                        " block out of the budget. 0: one slab, filled only while resident blocks compute."
                     ),
                     advanced=True,
                 ),

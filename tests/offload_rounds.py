@@ -44,7 +44,9 @@ class Lane:
     def mark(self) -> object:
         return object()
 
-    def copy(self, target: Cells, sources: tuple[tuple[int, int]], after: object, pinned: bool) -> Cells:
+    def copy(
+        self, target: Cells, sources: tuple[tuple[int, int]], after: object, previous: object, pinned: bool
+    ) -> Cells:
         [(_, source)] = sources
         assert self.left, "one call starts copies without end"
         self.left -= 1

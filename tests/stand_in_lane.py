@@ -42,7 +42,9 @@ class HostLane:
     def mark(self) -> object:
         return object()
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: object, pinned: bool) -> HostCopy:
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: object, previous: object, pinned: bool
+    ) -> HostCopy:
         self.started += 1
 
         def run() -> None:

@@ -109,20 +109,37 @@ def test_it_is_measured_at_every_block_and_the_limit_follows(
     assert "weights" in shown[-1] and "strategy core" in shown[-1]
 
 
+def in_block(patcher: Any, number: int, device: dict[str, int], pages: int) -> Any:
+    """Has dynamic VRAM take so many bytes when a block begins; returns the hook's handle."""
+    block = patcher.model.diffusion_model.blocks[number]
+    return block.register_forward_pre_hook(lambda *_: device.update(pages=pages))
+
+
 def test_a_budget_that_was_exceeded_is_a_warning(
     comfy: ModuleType, dynamic: Any, device: dict[str, int]
 ) -> None:
     source, model, pages = dynamic("wan")
     patcher, shown = apply(source, pages, vram_budget_gb=2)
-
-    def more(*_: Any) -> None:
-        device["pages"] = 3 * GIB
-
-    handle = patcher.model.diffusion_model.blocks[2].register_forward_pre_hook(more)
+    handles = [in_block(patcher, 2, device, 3 * GIB), in_block(patcher, 3, device, GIB)]
     comfy.sample(patcher, model, steps=2)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     assert re.search(r"device: weights 3\.0\d GiB at most \(budget 2\.00 GiB\)", shown[-1])
     assert "WARNING: the budget was exceeded" in shown[-1]
+
+
+def test_a_budget_that_cannot_be_held_is_refused(
+    comfy: ModuleType, dynamic: Any, device: dict[str, int]
+) -> None:
+    source, model, pages = dynamic("wan")
+    patcher, _ = apply(source, pages, vram_budget_gb=2)
+    handle = in_block(patcher, 1, device, 4 * GIB)  # and nothing that is freed changes it
+    refusal = inprocess.pack_module("kernels_glue.errors").KitchenSolError
+    with pytest.raises(refusal, match=r"vram_budget_gb is 2, .* 4\.0\d GiB .* Choose stream"):
+        comfy.sample(patcher, model)
+    handle.remove()
+    assert pages.limit == 0
+    assert not patcher.model.diffusion_model.blocks[0]._forward_pre_hooks
 
 
 def test_blocks_are_copied_ahead_for_models_that_do_not_do_it(

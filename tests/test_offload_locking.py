@@ -40,10 +40,12 @@ class PinnedLane(HostLane):
 
     said: dict[int, bool] = field(default_factory=dict)
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: object, pinned: bool) -> HostCopy:
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: object, previous: object, pinned: bool
+    ) -> HostCopy:
         for _, source in sources:
             self.said[source.data_ptr()] = pinned
-        return super().copy(target, sources, after, pinned)
+        return super().copy(target, sources, after, previous, pinned)
 
 
 def check_pinned(model: Model, lane: PinnedLane, resident: int, fit: int) -> None:

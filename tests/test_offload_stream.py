@@ -52,3 +52,23 @@ def test_streamed_is_resident(
     assert placed(streamed) is None
     assert same(bits(model), before)
     assert torch.equal(comfy.sample(model, tiny_model), expected)
+
+
+def test_out_of_memory_while_core_takes_memory_back(
+    comfy: ModuleType, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streaming needs slabs, and the device may be too full for them: then the model goes as a whole."""
+    model, tiny_model = source("wan")
+    streamed, *_ = offload(model, vram_budget_gb=1)
+    expected = comfy.sample(streamed, tiny_model)
+    before, lane = streamed.loaded_size(), type(placed(streamed).streaming.lane)
+    assert placed(streamed).streaming.plan.streamed == ()
+
+    def full(self: Any, size: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no slab")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "allocate", full)
+        assert streamed.partially_unload(streamed.offload_device, before // 8) == before
+    assert placed(streamed) is None and streamed.loaded_size() == 0
+    assert torch.equal(comfy.sample(streamed, tiny_model), expected)

@@ -102,10 +102,12 @@ class OrderedLane(HostLane):
     def mark(self) -> object:
         return self.tick()
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: object, pinned: bool) -> HostCopy:
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: object, previous: object, pinned: bool
+    ) -> HostCopy:
         assert after > self.used[target.data_ptr()], "the slab may still be in use"
         self.checked += 1
-        return super().copy(target, sources, after, pinned)
+        return super().copy(target, sources, after, previous, pinned)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

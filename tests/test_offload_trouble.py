@@ -120,11 +120,13 @@ class FailingLane(HostLane):
         self.fail_allocate -= 1
         return super().allocate(size)
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: object, pinned: bool) -> HostCopy:
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: object, previous: object, pinned: bool
+    ) -> HostCopy:
         if self.fail_copies:
             self.fail_copies -= 1
             raise Broken
-        return super().copy(target, sources, after, pinned)
+        return super().copy(target, sources, after, previous, pinned)
 
 
 @pytest.mark.parametrize("at", range(5))
@@ -216,9 +218,11 @@ class BrokenLater(HostLane):
     broken: HostCopy | None = None
     armed: bool = False
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: object, pinned: bool) -> HostCopy:
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: object, previous: object, pinned: bool
+    ) -> HostCopy:
         if not self.armed:
-            return super().copy(target, sources, after, pinned)
+            return super().copy(target, sources, after, previous, pinned)
         self.armed = False
         self.broken = HostCopy(None)
         return self.broken

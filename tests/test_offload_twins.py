@@ -74,7 +74,7 @@ def test_weights_in_memory_move_along_and_are_there_once(comfy: ModuleType, dyna
     assert blocks and all(addresses(source)[name] == addresses(streamed)[name] for name in blocks)
 
 
-def test_branches_share_it_and_it_goes_with_them(dynamic: Any) -> None:
+def test_branches_share_it_and_so_do_later_runs(dynamic: Any) -> None:
     source, _ = dynamic
     roots = inprocess.pack_module("kernels_glue.offload.twins")._roots
     first, *_ = offload(source, vram_budget_gb=64, strategy="stream")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-class Backup:
-    """What core keeps of a weight that it patched (a named tuple there)."""
+class Backup(NamedTuple):
+    """What core keeps of a weight that it patched."""
 
-    def __init__(self, weight: torch.Tensor):
-        self.weight = weight
-        self.inplace_update = False
+    weight: torch.Tensor
+    inplace_update: bool = False
 
 
 def bake(

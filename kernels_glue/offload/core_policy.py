@@ -8,6 +8,7 @@ whose code asks for it (MiniMax-H3 and LTX audio-video); here the other models g
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,13 @@ from ..errors import KitchenSolError
 from ..requirements import missing_names, refuse
 from . import report
 from .config import NODE, OffloadConfig
-from .handle import install
+from .handle import install, offload_of
 from .lists import find_blocks
 from .plan import gib
 from .session import Show
 
 if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
 
 # Device memory is mapped in pages of this size (VBAR_PAGE_SIZE of comfy-aimdo).
@@ -38,11 +40,37 @@ _LIMIT = "comfy_aimdo.model_vbar.ModelVBAR.set_watermark_limit"
 
 
 @dataclass
+class _State:
+    """What goes on with one model; several GPUs have a copy of it each.
+
+    Attributes:
+        baseline: bytes in use on the device that are not of this model.
+        watermark: the limit that core has for its pages, in bytes.
+        most: the highest use that was measured at a block of this sampling.
+        queue: core's prefetch queue of the evaluation that runs.
+    """
+
+    baseline: int = 0
+    watermark: int = 0
+    most: int = 0
+    steps: int = 0
+    hooks: list[Any] = field(default_factory=list)
+    queue: list[Any] | None = None
+
+    def unhook(self) -> None:
+        """Takes the hooks off the blocks."""
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()
+        self.queue = None
+
+
+@dataclass
 class CorePolicy:
     """One application of the node to a model with dynamic VRAM. Clones of the patcher share it.
 
     Attributes:
-        prefetches: the model's blocks are copied ahead by this node, because core does not.
+        prefetches: the model's blocks are copied ahead by this node, because its own code does not.
         why: the chosen strategy and the reason.
     """
 
@@ -50,12 +78,10 @@ class CorePolicy:
     prefetches: bool
     why: str
     show: Show
-    most: int = 0
-    steps: int = 0
-    _hooks: list[Any] = field(default_factory=list)
-    _queue: list[Any] | None = None
-    _elsewhere: int = 0
-    _room: int = 0
+    _states: weakref.WeakKeyDictionary[Any, _State] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def _of(self, model: BaseModel) -> _State:
+        return self._states.setdefault(model, _State())
 
     # --- the budget -----------------------------------------------------------------------------
 
@@ -64,59 +90,68 @@ class CorePolicy:
         budget, vbar = self.config.budget, patcher._vbar_get()
         if vbar is None:
             return
-        self._elsewhere = _outside_of_torch(patcher) - vbar.loaded_size() - _cast_buffers()
+        state = self._of(patcher.model)
+        state.baseline = _outside_of_torch(patcher) - vbar.loaded_size() - _cast_buffers()
         if budget is not None:
             # Core casts through its streams in turn, each with a buffer.
-            buffers = max(1, management.NUM_STREAMS) * (self._largest_block(patcher) + _MARGIN)
-            self._limit(vbar, budget - patcher.model.model_loaded_weight_memory - buffers)
+            buffers = max(1, management.NUM_STREAMS) * (_largest_block(patcher) + _MARGIN)
+            _limit(state, vbar, budget - patcher.model.model_loaded_weight_memory - buffers)
 
-    def _limit(self, vbar: Any, room: int) -> None:
-        self._room = max(0, room // _PAGE * _PAGE)
-        vbar.set_watermark_limit(self._room)
-        if (over := vbar.loaded_size() - self._room) > 0:
-            vbar.free_memory(over)
+    def check(self, patcher: ModelPatcher) -> None:
+        """Measures the weights on the device, wherever they are, and lowers the limit if need be.
 
-    def _largest_block(self, patcher: ModelPatcher) -> int:
-        """Bytes of the block that fills a cast buffer the most."""
-        found = find_blocks(patcher.model.diffusion_model)
-        return max(sum(map(_cast_bytes, module.modules())) for _, module in found.blocks)
-
-    def _check(self, patcher: ModelPatcher) -> None:
-        """Measures the weights on the device, wherever they are, and lowers the limit if need be."""
-        outside = _outside_of_torch(patcher) - self._elsewhere
+        Raises:
+            KitchenSolError: the budget cannot be held.
+        """
+        state, budget, vbar = self._of(patcher.model), self.config.budget, patcher._vbar_get()
+        outside = _outside_of_torch(patcher) - state.baseline
         used = max(0, outside) + patcher.model.model_loaded_weight_memory
-        self.most = max(self.most, used)
-        budget, vbar = self.config.budget, patcher._vbar_get()
-        if budget is not None and used > budget and vbar is not None:
-            self._limit(vbar, self._room - (used - budget) - _PAGE)
+        state.most = max(state.most, used)
+        if budget is None or used <= budget or vbar is None:
+            return
+        if state.watermark == 0 and used > budget + _MARGIN:
+            raise KitchenSolError(
+                NODE,
+                f"vram_budget_gb is {self.config.vram_budget_gb:g}, and with strategy 'core' ComfyUI has"
+                f" {gib(used)} of weights and buffers on the device even where it keeps none.",
+                "Choose stream, or raise vram_budget_gb.",
+            )
+        _limit(state, vbar, state.watermark - (used - budget) - _PAGE)
 
     # --- a sampling -----------------------------------------------------------------------------
 
     def begin(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_PRE_RUN: the hooks are on the blocks while this patcher is sampled, and only then."""
-        self._unhook()
-        self.most = self.steps = 0
+        state = self._of(patcher.model)
+        state.unhook()
+        state.most = state.steps = 0
         for _, module in find_blocks(patcher.model.diffusion_model).blocks:
-            self._hooks.append(module.register_forward_pre_hook(self._hook(patcher)))
+            state.hooks.append(module.register_forward_pre_hook(self._hook(patcher)))
 
-    def step(self, *_: Any) -> None:
+    def step(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_PREPARE_STATE."""
-        self.steps += 1
+        self._of(patcher.model).steps += 1
 
     def end(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_CLEANUP."""
-        self._unhook()
-        if self.steps:
-            self.show(report.assemble(self._lines(patcher)))
-            self.steps = 0
+        state = self._of(patcher.model)
+        state.unhook()
+        if state.steps:
+            self.show(report.assemble(self._lines(patcher, state)))
+            state.steps = 0
 
-    def _lines(self, patcher: ModelPatcher) -> list[str]:
+    def _lines(self, patcher: ModelPatcher, state: _State) -> list[str]:
         limit = "auto" if self.config.budget is None else gib(self.config.budget)
         pinned = gib(patcher.pinned_memory_size())
-        lines = [f"device: weights {gib(self.most)} at most (budget {limit}); pinned host memory {pinned}"]
-        lines.append(self.why)
-        if self.config.budget is not None and self.most > self.config.budget:
-            lines.append("WARNING: the budget was exceeded; use strategy stream")
+        lines = [
+            f"device: weights {gib(state.most)} at most (budget {limit}); pinned host memory {pinned}",
+            f"blocks are copied ahead by {'this node' if self.prefetches else 'the model itself'}",
+            self.why,
+        ]
+        if self.prefetches and not management.NUM_STREAMS:
+            lines[1] = "note: no blocks are copied ahead, because ComfyUI runs without its copy streams"
+        if self.config.budget is not None and state.most > self.config.budget:
+            lines.append("WARNING: the budget was exceeded for a moment; strategy stream keeps to it")
         for line in lines:
             level = logging.WARNING if line.startswith("WARNING") else logging.INFO
             logging.log(level, "%s: %s", NODE, line)
@@ -124,45 +159,52 @@ class CorePolicy:
 
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrapper of core's apply_model: one evaluation begins and ends here."""
-        if not self.prefetches or executor.class_obj.current_patcher is None:
+        model = executor.class_obj
+        if not self.prefetches or model.current_patcher is None:
             return executor(*args, **kwargs)
-        device = executor.class_obj.current_patcher.load_device
+        state, device = self._of(model), model.current_patcher.load_device
         wanted = {"prefetch_dynamic_vbars": True}
-        self._queue = comfy.model_prefetch.make_prefetch_queue([], device, wanted)
+        state.queue = comfy.model_prefetch.make_prefetch_queue([], device, wanted)
         try:
             return executor(*args, **kwargs)
         finally:
-            if self._queue is not None:
-                self._advance(None, device)
-                self._queue = None
+            if state.queue is not None:
+                _advance(state, None, device)
+                state.queue = None
 
     def _hook(self, patcher: ModelPatcher) -> Any:
-        device = patcher.load_device
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            _before_block(self, patcher, module)
 
-        def before(module: torch.nn.Module, args: Any) -> None:
-            _outside_of_compiled_code(self, patcher, module, device)
-
-        return before
-
-    def _advance(self, module: torch.nn.Module | None, device: torch.device) -> None:
-        """Core's queue goes on to a block: it is copied while the device still computes the last one."""
-        self._queue[1:] = [None] if module is None else [module, None]
-        comfy.model_prefetch.prefetch_queue_pop(self._queue, device, module)
-
-    def _unhook(self) -> None:
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        self._queue = None
+        return hook
 
 
+# Compiled code cannot look into this: torch.compile leaves it before a block and goes on within.
 @torch.compiler.disable
-def _outside_of_compiled_code(
-    policy: CorePolicy, patcher: ModelPatcher, module: torch.nn.Module, device: torch.device
-) -> None:
-    policy._check(patcher)
-    if policy._queue is not None:
-        policy._advance(module, device)
+def _before_block(policy: CorePolicy, patcher: ModelPatcher, module: torch.nn.Module) -> None:
+    policy.check(patcher)
+    state = policy._of(patcher.model)
+    if state.queue is not None:
+        _advance(state, module, patcher.load_device)
+
+
+def _advance(state: _State, module: torch.nn.Module | None, device: torch.device) -> None:
+    """Core's queue goes on to a block: it is copied while the device still computes the last one."""
+    state.queue[1:] = [None] if module is None else [module, None]
+    comfy.model_prefetch.prefetch_queue_pop(state.queue, device, module)
+
+
+def _limit(state: _State, vbar: Any, size: int) -> None:
+    state.watermark = max(0, size // _PAGE * _PAGE)
+    vbar.set_watermark_limit(state.watermark)
+    if (over := vbar.loaded_size() - state.watermark) > 0:
+        vbar.free_memory(over)
+
+
+def _largest_block(patcher: ModelPatcher) -> int:
+    """Bytes of the block that fills a cast buffer the most."""
+    found = find_blocks(patcher.model.diffusion_model)
+    return max(sum(map(_cast_bytes, module.modules())) for _, module in found.blocks)
 
 
 def _outside_of_torch(patcher: ModelPatcher) -> int:
@@ -181,6 +223,12 @@ def apply_core(source: ModelPatcher, config: OffloadConfig, why: str, show: Show
     Raises:
         KitchenSolError: the model is loaded without dynamic VRAM, or a setting is one of streaming alone.
     """
+    if offload_of(source) is not None:
+        raise KitchenSolError(
+            NODE,
+            "strategy is 'core', and the model comes from another Layerwise Offload that streams it.",
+            "Remove the one before this node.",
+        )
     if not source.is_dynamic():
         raise KitchenSolError(
             NODE,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # The attachment of a patcher, and the attribute of a model whose blocks are placed.
 KEY = "kitchen_layerwise_offload"
+NO_LIMIT = 1e32  # as core writes it
 
 
 @dataclass
@@ -31,20 +32,20 @@ class Placed:
     """What stands on a model while its blocks are placed.
 
     Attributes:
-        owner: id of the patcher that loaded it.
+        owner: the patcher that loaded it.
         outside: bytes of weights outside of its blocks.
-        heir: what the patcher is like that core is about to load in the owner's place, if it is one of ours.
+        heir: the patcher of ours that core is about to load in the owner's place.
         remarks: what could not be as it was wanted.
     """
 
     streaming: Streaming
-    owner: int
+    owner: weakref.ref[ModelPatcher]
     outside: int
     remarks: tuple[str, ...] = ()
-    heir: tuple[Any, ...] | None = None
+    heir: weakref.ref[ModelPatcher] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Offload:
     """Settings and pinned memory of one application of the node.
 
@@ -85,7 +86,9 @@ class Offload:
             plan = smallest_plan(sizes, self.wishes)
             if budget is not None and plan.device_bytes > budget:
                 raise
-            return plan, (f"note: ComfyUI finds room for {gib(allowed)} of weights; the least is used",)
+            return plan, (
+                f"note: ComfyUI finds room for {gib(allowed)} of weights; the smallest plan is used",
+            )
         if budget is None or plan.device_bytes == make_plan(sizes, budget, self.wishes).device_bytes:
             return plan, ()
         free = gib(allowed)
@@ -155,5 +158,4 @@ def placed_on(model: BaseModel) -> Placed | None:
 
 def allowed_bytes(lowvram_model_memory: float, full_load: bool) -> float:
     """What core's arguments of `load` say of the room for weights."""
-    # Core writes 1e32 for no limit.
-    return math.inf if full_load or lowvram_model_memory >= 1e31 else lowvram_model_memory
+    return math.inf if full_load or lowvram_model_memory >= NO_LIMIT else lowvram_model_memory

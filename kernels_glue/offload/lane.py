@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 
 import torch
 
@@ -49,21 +51,30 @@ class CudaLane:
         event.record(self._compute())
         return event
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: torch.cuda.Event, pinned: bool) -> Copy:
+    def copy(
+        self,
+        target: torch.Tensor,
+        sources: Sources,
+        after: torch.cuda.Event,
+        previous: Copy | None,
+        pinned: bool,
+    ) -> Copy:
         """Starts a copy beside the compute.
 
         Args:
             target: uint8, on the device.
             sources: (offset in the target, uint8 tensor on the host).
             after: what has to be over before the target may be overwritten.
+            previous: the last copy into it, which nobody may have waited for.
             pinned: whether the sources are page-locked.
         """
+        events = (after,) if previous is None else (after, self._end_of(previous))
         if pinned:
-            return Copy(self._pinned.copy(target, sources, after))
+            return Copy(self._pinned.copy(target, sources, events))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kitchen-sol-copies")
             self._pageable = _Track(self.device)
-        return Copy(self._thread.submit(self._pageable.copy, target, sources, after))
+        return Copy(self._thread.submit(self._pageable.copy, target, sources, events))
 
     def wait(self, copy: Copy) -> None:
         """The compute stream goes on when a copy is done; the time that this takes is measured."""
@@ -92,12 +103,19 @@ class CudaLane:
             self._pageable.drain(self._compute())
         self._pinned.drain(self._compute())
 
+    def _end_of(self, copy: Copy) -> torch.cuda.Event:
+        try:
+            return copy.event()
+        except Exception:  # it failed on its way, and was reported to who waited for it
+            self.drain()
+            return self.mark()
+
     def _compute(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def _read_waits(self) -> None:
         """Adds up the waits that are over, without waiting for the others."""
-        over = [pair for pair in self._waits if pair[1].query()]
+        over = list(takewhile(lambda pair: pair[1].query(), self._waits))
         self._waited += sum(start.elapsed_time(end) for start, end in over)
         self._waits = self._waits[len(over) :]
 
@@ -116,23 +134,24 @@ class _Track:
         self._turn = 0
         self._last: torch.cuda.Event | None = None
 
-    def copy(self, target: torch.Tensor, sources: Sources, after: torch.cuda.Event) -> torch.cuda.Event:
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: Sequence[torch.cuda.Event]
+    ) -> torch.cuda.Event:
         """Starts a copy, and returns the event behind it."""
         with torch.inference_mode(), torch.cuda.device(self._device):
             for offset, source in sources:
                 for start in range(0, source.numel(), _PIECE):
                     piece = source[start : start + _PIECE]
                     self._piece(target[offset + start :][: piece.numel()], piece, after)
-        return self._last or after
+        return self._last or after[-1]
 
-    def _piece(self, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event) -> None:
+    def _piece(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[torch.cuda.Event]) -> None:
         stream = self._streams[self._turn]
-        self._turn = 1 - self._turn
-        stream.wait_event(after)
-        if self._last is not None:
-            stream.wait_event(self._last)
+        for event in after if self._last is None else (*after, self._last):
+            stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+        self._turn = 1 - self._turn
         self._last = torch.cuda.Event()
         self._last.record(stream)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from ..names import MODEL_PREFIX
 from . import baking, report
 from .config import NODE
-from .handle import KEY, Offload, Placed, allowed_bytes, offload_of, placed_on
+from .handle import KEY, NO_LIMIT, Offload, Placed, allowed_bytes, offload_of, placed_on
 from .leaves import leaves
 from .lists import Found, find_blocks
 from .pinning import unlock
@@ -26,7 +27,6 @@ from .twins import twin_of
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
-_NO_LIMIT = 1e32  # as core writes it
 # Core's list has (sizes ..., name, module, parameters).
 _NAME, _MODULE = -3, -2
 
@@ -51,7 +51,7 @@ class Streams:
             return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load)
         try:
             with self.use_ejected():
-                super().load(device_to, _NO_LIMIT, force_patch_weights, False)
+                super().load(device_to, NO_LIMIT, force_patch_weights, False)
                 found = find_blocks(self.model.diffusion_model)
                 outside = _move_rest(self.model, found, device_to)
                 allowed = allowed_bytes(lowvram_model_memory, full_load)
@@ -74,7 +74,7 @@ class Streams:
         """Core's is_clone, which it asks before it detaches the other one in favour of this one."""
         same, placed = super().is_clone(other), placed_on(self.model)
         if same and placed is not None:
-            placed.heir = self._heritage()
+            placed.heir = weakref.ref(self)
         return same
 
     def clone_has_same_weights(self, *args: Any, **kwargs: Any) -> bool:
@@ -86,7 +86,7 @@ class Streams:
 
     def _heritage(self) -> tuple[Any, ...]:
         """What has to be the same for one patcher to go on with what another one has placed."""
-        return id(offload_of(self)), self.patches_uuid, self.force_cast_weights
+        return offload_of(self), self.patches_uuid, self.force_cast_weights
 
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
@@ -101,8 +101,14 @@ class Streams:
         sizes = _sizes(placed.outside, placed.streaming, find_blocks(self.model.diffusion_model))
         if (plan := offload.plan_within(sizes, before - memory_to_free)) is None:
             return 0  # core unloads the whole model then
-        placed.streaming.place(plan, offload.pins_wanted())
-        _count(self, placed)
+        try:
+            self.unpatch_hooks()
+            placed.streaming.place(plan, offload.pins_wanted())
+            _count(self, placed)
+        except BaseException as error:
+            self.unpatch_model(self.offload_device, unpatch_weights=True)
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
         return before - self.loaded_size()
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -120,15 +126,21 @@ class Streams:
     def detach(self, unpatch_all: bool = True) -> Any:
         """Core's detach. Another clone takes over, or this one goes: only an heir may find placed blocks."""
         offload, placed = offload_of(self), placed_on(self.model)
-        mine = placed is not None and placed.owner == id(self)
-        if mine:
-            heir, placed.heir = placed.heir, None
-            mine = heir != self._heritage()
-        out = super().detach(unpatch_all or mine)
+        ends = placed is not None and placed.owner() in (self, None)
+        if ends and placed.heir is not None:
+            heir, placed.heir = placed.heir(), None
+            ends = heir is None or heir._heritage() != self._heritage()
+        out = super().detach(unpatch_all or ends)
         if unpatch_all and offload is not None:
             offload.pins_of(self.model).release()
             unlock(slab for block in (placed.streaming.blocks if placed else ()) for slab in block.slabs)
         return out
+
+    def __del__(self):
+        placed = placed_on(self.model)
+        if placed is not None and placed.owner() in (self, None):
+            placed.heir = None  # nobody is about to be loaded
+        super().__del__()
 
     def patch_hooks(self, hooks: Any) -> None:
         """Core's patch_hooks, which writes into the weights where they are."""
@@ -155,9 +167,9 @@ def _place(
     patcher: Any, offload: Offload, found: Found, outside: int, device: torch.device, allowed: float
 ) -> None:
     model, started = patcher.model, time.perf_counter()
-    placed = placed_on(model) or Placed(_streaming(patcher, offload, found, device), id(patcher), outside)
+    placed = placed_on(model) or _placed(patcher, offload, found, outside, device)
     model.__dict__[KEY] = placed
-    placed.owner, placed.outside = id(patcher), outside
+    placed.owner, placed.outside = weakref.ref(patcher), outside
     keys = set(_prepare(patcher, found, device))
     streaming, between = placed.streaming, management.throw_exception_if_processing_interrupted
     baking.bake(patcher, streaming.blocks, keys, device, between)
@@ -172,14 +184,15 @@ def _place(
         logging.info("%s: %s", NODE, line)
 
 
-def _streaming(patcher: Any, offload: Offload, found: Found, device: torch.device) -> Streaming:
+def _placed(patcher: Any, offload: Offload, found: Found, outside: int, device: torch.device) -> Placed:
     twin = twin_of(patcher.model)
     blocks = []
     for name, module in found.blocks:
         management.throw_exception_if_processing_interrupted()
         other = None if twin is None else twin.diffusion_model.get_submodule(name)
         blocks.append(Block(MODEL_PREFIX + name, module, other))
-    return Streaming(blocks, offload.lane_for(device), offload.pins_of(patcher.model))
+    streaming = Streaming(blocks, offload.lane_for(device), offload.pins_of(patcher.model))
+    return Placed(streaming, weakref.ref(patcher), outside)
 
 
 def _sizes(outside: int, streaming: Streaming, found: Found) -> Sizes:

@@ -38,7 +38,7 @@ class Pins:
     def limit(self) -> int:
         """Bytes that may be locked in all: the user's limit, and ComfyUI's."""
         if self._limit is None and not self.bytes:
-            # Once: memory that is in use already does not become less free when it is locked.
+            # Read while nothing is locked: what is in use already does not become less free by locking it.
             self._half = psutil.virtual_memory().available // 2
         own = self._half if self._limit is None else self._limit
         return max(0, int(min(own, management.MAX_PINNED_MEMORY)))
@@ -49,7 +49,9 @@ class Pins:
         held = self._held.get(address)
         if held is not None and held.alive:
             return True
-        if not size or self.bytes + size > self.limit() or (locked := _lock(slab)) is None:
+        if not size:
+            return True
+        if self.bytes + size > self.limit() or (locked := _lock(slab)) is None:
             return False
         self._held[address] = locked
         return True
@@ -77,7 +79,8 @@ class _Locked:
     def __init__(self, owner: object, address: int, size: int):
         self.size = size
         self.unlock = weakref.finalize(owner, _unlock, address, size)
-        weakref.finalize(self, self.unlock)
+        # The end of the process unlocks everything by itself.
+        self.unlock.atexit = weakref.finalize(self, self.unlock).atexit = False
 
     @property
     def alive(self) -> bool:

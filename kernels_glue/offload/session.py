@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from comfy.patcher_extension import CallbacksMP
@@ -12,11 +14,28 @@ from comfy.patcher_extension import CallbacksMP
 from . import report
 from .config import NODE, OffloadConfig
 from .handle import install, placed_on
+from .streaming import Streaming
 
 if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
 
 Show = Callable[[str], None]
+
+
+@dataclass
+class _Run:
+    """One sampling of one model; several GPUs have a copy of it each.
+
+    Attributes:
+        streaming: what its blocks were placed by when it began.
+        before: bytes copied and seconds waited until then.
+    """
+
+    streaming: Streaming
+    began: float
+    before: tuple[int, float]
+    steps: int = 0
 
 
 class Session:
@@ -30,38 +49,39 @@ class Session:
         self._config = config
         self._why = why
         self._show = show
-        self._steps = 0
-        self._began = 0.0
-        self._before = (0, 0.0)
+        self._runs: weakref.WeakKeyDictionary[BaseModel, _Run] = weakref.WeakKeyDictionary()
 
     def begin(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_PRE_RUN: the model is loaded, and nothing has been evaluated."""
-        self._steps = 0
-        self._began = time.perf_counter()
-        self._before = _counters(patcher)
+        placed = placed_on(patcher.model)
+        if placed is not None:
+            streaming = placed.streaming
+            self._runs[patcher.model] = _Run(streaming, time.perf_counter(), _counters(streaming))
 
-    def step(self, *_: Any) -> None:
+    def step(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_PREPARE_STATE: once an evaluation, for all its conditions."""
-        self._steps += 1
+        if (run := self._runs.get(patcher.model)) is not None:
+            run.steps += 1
 
     def end(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_CLEANUP: core calls it also where ON_PRE_RUN was never reached."""
-        placed = placed_on(patcher.model)
-        if placed is not None:
-            placed.streaming.settle()
-        if not self._steps or placed is None or placed.streaming.plan is None:
+        placed, run = placed_on(patcher.model), self._runs.pop(patcher.model, None)
+        if placed is None:
             return
-        copied, waited = (now - then for now, then in zip(_counters(patcher), self._before, strict=True))
+        placed.streaming.settle()
         plan = placed.streaming.plan
+        # Where core has loaded the model anew in the middle, there is nothing to compare with.
+        if run is None or not run.steps or plan is None or run.streaming is not placed.streaming:
+            return
+        copied, waited = (now - then for now, then in zip(_counters(run.streaming), run.before, strict=True))
         sampled = report.Sampled(
-            self._steps,
-            time.perf_counter() - self._began,
+            run.steps,
+            time.perf_counter() - run.began,
             copied,
             waited,
             patcher.loaded_size(),
-            placed.streaming.pins.bytes,
+            run.streaming.pins.bytes,
         )
-        self._steps = 0
         lines = [*report.plan_lines(plan, self._config.budget), *report.sampled_lines(sampled, plan)]
         for line in lines:
             logging.info("%s: %s", NODE, line)
@@ -82,9 +102,5 @@ def watch(patcher: ModelPatcher, session: Session) -> None:
     )
 
 
-def _counters(patcher: ModelPatcher) -> tuple[int, float]:
-    placed = placed_on(patcher.model)
-    if placed is None:
-        return 0, 0.0
-    streaming = placed.streaming
+def _counters(streaming: Streaming) -> tuple[int, float]:
     return streaming.traffic.bytes, streaming.lane.waited_ms() / 1000

@@ -108,7 +108,7 @@ class Block:
         self._bound: dict[int, list[torch.Tensor]] = {}
         # As in a node: core cannot move quantized tensors that are half made in this mode and half not.
         with torch.inference_mode():
-            self._settle(twin)
+            self._move_in(twin)
         self.unpatch()
 
     @property
@@ -153,13 +153,13 @@ class Block:
         for (table, name), view in zip(self._places, views, strict=True):
             table[name] = view
 
-    def _settle(self, twin: torch.nn.Module | None) -> None:
+    def _move_in(self, twin: torch.nn.Module | None) -> None:
         self.host = _slab_of(self.parts, self.bytes)
         if self.host is None:
             shared = _shared(self.parts, self.name, twin)
             self.host = _moved(self.parts, self.bytes)
             for part, table in shared:
-                table[part.name] = _with_notes(part.on(self.host), table[part.name])
+                table[part.name] = _keep_model_dtype(part.on(self.host), table[part.name])
 
 
 class Patched:
@@ -320,8 +320,8 @@ def _same_memory(mine: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _with_notes(view: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`view` with what core noted on the tensor whose place it takes (the dtype that it casts it to)."""
+def _keep_model_dtype(view: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`view` with the dtype that core noted on the tensor whose place it takes, and casts it to."""
     if hasattr(old, "_model_dtype"):
         view._model_dtype = old._model_dtype
     return view
@@ -339,7 +339,7 @@ def owner_of(slab: torch.Tensor) -> numpy.ndarray | None:
 def host_memory(size: int) -> torch.Tensor:
     """Uninitialised host memory as uint8 [size] that begins at a page and shares none.
 
-    Its owner is an object that can be watched (see owner_of), which a torch allocation has not.
+    Its owner can be watched (see owner_of), which is not so of an allocation of torch.
     """
     array = numpy.empty(size + PAGE, dtype=numpy.uint8)
     start = -array.ctypes.data % PAGE

@@ -23,7 +23,9 @@ class Lane(Protocol):
 
     def allocate(self, size: int) -> torch.Tensor: ...
     def mark(self) -> Any: ...
-    def copy(self, target: torch.Tensor, sources: Sources, after: Any, pinned: bool) -> Any: ...
+    def copy(
+        self, target: torch.Tensor, sources: Sources, after: Any, previous: Any, pinned: bool
+    ) -> Any: ...
     def wait(self, copy: Any) -> None: ...
     def waited_ms(self) -> float: ...
     def drain(self) -> None: ...
@@ -35,7 +37,7 @@ class Slot:
 
     Attributes:
         free_after: event behind the last use of its memory.
-        copy: the copy that fills it.
+        copy: the copy that fills it, or the last one that did.
     """
 
     slab: torch.Tensor
@@ -94,7 +96,7 @@ class Streaming:
 
         Args:
             pin: whether the host memory of streamed blocks is page-locked as far as it can be.
-            between: called before each block that is uploaded; may raise, and the next call goes on.
+            between: called before each block that is uploaded or pinned; may raise, and then `plan` is None.
         """
         if plan == self.plan:
             return
@@ -122,7 +124,8 @@ class Streaming:
         self.plan = None
 
     def changed(self) -> None:
-        """The weights in host memory were changed: what the slots hold is not to be used any more."""
+        """The weights in host memory change: what the slots hold is not to be used any more."""
+        self.settle()
         self.lane.drain()
         self._rotation.forget()
 
@@ -169,8 +172,8 @@ class Streaming:
         place, block = self._slots[slot], self.blocks[index]
         # Should the copy fail to start, the slot holds nothing.
         self._rotation.put(None, slot)
-        target = place.slab[: block.bytes]
-        place.copy = self.lane.copy(target, block.sources, place.free_after, index in self._pinned)
+        target, pinned = place.slab[: block.bytes], index in self._pinned
+        place.copy = self.lane.copy(target, block.sources, place.free_after, place.copy, pinned)
         self._rotation.put(index, slot)
         self.traffic.copies += 1
         self.traffic.bytes += block.bytes

@@ -12,7 +12,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ..attach import attach, refuse_bound_patches
-from ..core_models import assemble, copy_config
+from ..core_models import assemble, copy_config, recorded_dtype
 from ..names import MODEL_PREFIX
 from ..pristine import PristineWeights, taken
 from .config import NODE
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _TWIN = "kitchen_sol_twin"
 
-# One for each model, for as long as this is in use, so that all branches of a graph share it.
+# One for each model for as long as that lives: all branches of a graph share it, and a node that runs again
+# with other settings does not move the weights again.
 _roots: weakref.WeakKeyDictionary[BaseModel, ModelPatcher] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +64,7 @@ def _state_dict(source: ModelPatcher) -> Iterator[tuple[str, torch.Tensor]]:
     for key, tensor in PristineWeights.of(source).items():
         owner, _, name = (MODEL_PREFIX + key).rpartition(".")
         module = comfy.utils.get_attr(source.model, owner)
-        dtype = getattr(module, f"{name}_comfy_model_dtype", None)
+        dtype = recorded_dtype(module, name)
         quantized = isinstance(getattr(module, "weight", None), QuantizedTensor)
         if dtype is not None and not quantized and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
