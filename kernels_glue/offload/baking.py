@@ -50,7 +50,7 @@ def bake(
         for part in parts:
             between()
             baked[part.key] = _baked(patcher, part, device)
-        originals = {part.key: Backup(part.tensor) for part in parts}
+        originals = {part.key: Backup(part.tensor) for part in parts}  # before they are replaced
         block.patch(baked)
         patcher.backup.update(originals)
 

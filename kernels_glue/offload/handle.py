@@ -14,6 +14,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..errors import KitchenSolError
 from .config import NODE, OffloadConfig
 from .lane import CudaLane
+from .lists import Found
 from .pinning import Pins, can_pin
 from .plan import Plan, Sizes, Wishes, gib, make_plan, smallest_plan
 from .streaming import Lane, Streaming
@@ -43,6 +44,15 @@ class Placed:
     outside: int
     remarks: tuple[str, ...] = ()
     heir: weakref.ref[ModelPatcher] | None = None
+
+    def take_heir(self) -> ModelPatcher | None:
+        """The heir, once."""
+        heir, self.heir = self.heir, None
+        return None if heir is None else heir()
+
+    def is_of(self, found: Found) -> bool:
+        """Whether these are the blocks that are placed."""
+        return [block.module for block in self.streaming.blocks] == [module for _, module in found.blocks]
 
 
 @dataclass(eq=False)
@@ -82,7 +92,7 @@ class Offload:
             plan = make_plan(sizes, allowed, self.wishes)
         except KitchenSolError:
             if self.wishes.resident_blocks > 0:
-                raise
+                raise self._too_many(sizes, allowed) from None
             plan = smallest_plan(sizes, self.wishes)
             if budget is not None and plan.device_bytes > budget:
                 raise
@@ -93,6 +103,15 @@ class Offload:
             return plan, ()
         free = gib(allowed)
         return plan, (f"note: of the budget of {gib(budget)} only {free} are free beside the activations",)
+
+    def _too_many(self, sizes: Sizes, allowed: float) -> KitchenSolError:
+        needed = smallest_plan(sizes, self.wishes).device_bytes
+        return KitchenSolError(
+            NODE,
+            f"resident_blocks is {self.wishes.resident_blocks}, which needs {gib(needed)} of device memory,"
+            f" and only {gib(allowed)} are free beside the activations.",
+            "Lower resident_blocks, set it to -1, or free device memory.",
+        )
 
     def plan_within(self, sizes: Sizes, size: float) -> Plan | None:
         """The plan when ComfyUI wants memory back, or None if the model cannot do with as little."""

@@ -126,13 +126,14 @@ class Streams:
     def detach(self, unpatch_all: bool = True) -> Any:
         """Core's detach. Another clone takes over, or this one goes: only an heir may find placed blocks."""
         offload, placed = offload_of(self), placed_on(self.model)
-        ends = placed is not None and placed.owner() in (self, None)
-        if ends and placed.heir is not None:
-            heir, placed.heir = placed.heir(), None
-            ends = heir is None or heir._heritage() != self._heritage()
-        out = super().detach(unpatch_all or ends)
-        if unpatch_all and offload is not None:
-            offload.pins_of(self.model).release()
+        mine = placed is not None and placed.owner() in (self, None)
+        heir = placed.take_heir() if mine else None
+        goes_on = heir is not None and heir._heritage() == self._heritage() and not unpatch_all
+        out = super().detach(unpatch_all or (mine and not goes_on))
+        # With another LoRA the same application needs the same pages again.
+        if unpatch_all or (mine and (heir is None or offload_of(heir) is not offload)):
+            if offload is not None:
+                offload.pins_of(self.model).release()
             unlock(slab for block in (placed.streaming.blocks if placed else ()) for slab in block.slabs)
         return out
 
@@ -167,6 +168,8 @@ def _place(
     patcher: Any, offload: Offload, found: Found, outside: int, device: torch.device, allowed: float
 ) -> None:
     model, started = patcher.model, time.perf_counter()
+    if (placed := placed_on(model)) is not None and not placed.is_of(found):
+        _put_back(patcher)  # another clone had other blocks in the places of these
     placed = placed_on(model) or _placed(patcher, offload, found, outside, device)
     model.__dict__[KEY] = placed
     placed.owner, placed.outside = weakref.ref(patcher), outside

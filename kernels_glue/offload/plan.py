@@ -79,15 +79,17 @@ def make_plan(sizes: Sizes, budget: float, wishes: Wishes = Wishes()) -> Plan:
         plan = _place(sizes, resident, wishes)
         if plan.device_bytes <= budget:
             return plan
-    raise _too_small(smallest_plan(sizes, wishes), sizes, budget)
+    plans = (_place(sizes, resident, wishes) for resident in range(count + 1))
+    raise _too_small(min(plans, key=lambda plan: plan.device_bytes), sizes, budget)
 
 
 def smallest_plan(sizes: Sizes, wishes: Wishes = Wishes()) -> Plan:
-    """The plan that needs the least of the device, with as many resident blocks as are wished for."""
-    if wishes.resident_blocks >= 0:
-        return _place(sizes, min(wishes.resident_blocks, len(sizes.blocks)), wishes)
-    plans = (_place(sizes, resident, wishes) for resident in range(len(sizes.blocks) + 1))
-    return min(plans, key=lambda plan: plan.device_bytes)
+    """The plan that needs the least of the device, copying less ahead; as many resident as wished for."""
+    count, wanted = len(sizes.blocks), wishes.resident_blocks
+    residents = range(count + 1) if wanted < 0 else [min(wanted, count)]
+    ahead = [Wishes(wanted, slots) for slots in range(wishes.prefetch_blocks + 1)]
+    plans = [_place(sizes, resident, wish) for resident in residents for wish in ahead]
+    return min(plans, key=lambda plan: (plan.device_bytes, len(plan.streamed)))
 
 
 def _place(sizes: Sizes, resident: int, wishes: Wishes) -> Plan:

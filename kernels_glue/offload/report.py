@@ -14,7 +14,7 @@ class Sampled:
     """What a sampling was like.
 
     Attributes:
-        steps: evaluations of the model, each with all its conditions.
+        steps: of the sampler.
         seconds: from its beginning to its end.
         copied: bytes that went to the device for streamed blocks.
         waited: seconds that the compute stood still for copies.

@@ -30,12 +30,20 @@ class _Run:
     Attributes:
         streaming: what its blocks were placed by when it began.
         before: bytes copied and seconds waited until then.
+        evaluations: of the model, each with all its conditions.
+        planned: steps of the sampler's schedule.
     """
 
     streaming: Streaming
     began: float
     before: tuple[int, float]
-    steps: int = 0
+    evaluations: int = 0
+    planned: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of the sampler, some of which take several evaluations; fewer if it was cancelled."""
+        return min(self.evaluations, self.planned or self.evaluations)
 
 
 class Session:
@@ -58,10 +66,12 @@ class Session:
             streaming = placed.streaming
             self._runs[patcher.model] = _Run(streaming, time.perf_counter(), _counters(streaming))
 
-    def step(self, patcher: ModelPatcher, *_: Any) -> None:
+    def step(self, patcher: ModelPatcher, timestep: Any = None, model_options: Any = None, *_: Any) -> None:
         """ON_PREPARE_STATE: once an evaluation, for all its conditions."""
         if (run := self._runs.get(patcher.model)) is not None:
-            run.steps += 1
+            sigmas = ((model_options or {}).get("transformer_options") or {}).get("sample_sigmas")
+            run.evaluations += 1
+            run.planned = 0 if sigmas is None else len(sigmas) - 1
 
     def end(self, patcher: ModelPatcher, *_: Any) -> None:
         """ON_CLEANUP: core calls it also where ON_PRE_RUN was never reached."""

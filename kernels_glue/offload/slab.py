@@ -57,12 +57,14 @@ class Part:
     Attributes:
         table: the dict of the module that owns it, `_parameters` or `_buffers`.
         key: its full name in the model's state dict.
+        stays: it is a parameter that is given other memory; anything else is replaced, as core does it.
     """
 
     table: dict[str, torch.Tensor]
     name: str
     key: str
     leaves: tuple[Leaf, ...]
+    stays: bool
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -70,10 +72,10 @@ class Part:
         return self.table[self.name]
 
     def on(self, slab: torch.Tensor) -> torch.Tensor:
-        """The parameter or buffer as a view of a slab."""
+        """A view of a slab: the parameter or buffer itself, or what the one that stays is given."""
         now = self.tensor
         view = rebuilt(now, [leaf.view(slab) for leaf in self.leaves])
-        if not isinstance(now, torch.nn.Parameter):
+        if self.stays or not isinstance(now, torch.nn.Parameter):
             return view
         if type(view) is torch.Tensor:
             return torch.nn.Parameter(view, requires_grad=False)
@@ -104,8 +106,9 @@ class Block:
         self.name = name
         self.module = module
         self.parts, self.bytes = _layout(name, module)
-        self._places = [(part.table, part.name) for part in self.parts]
+        self._originals = [part.tensor if part.stays else None for part in self.parts]
         self._bound: dict[int, list[torch.Tensor]] = {}
+        self._patched: Patched | None = None
         # As in a node: core cannot move quantized tensors that are half made in this mode and half not.
         with torch.inference_mode():
             self._move_in(twin)
@@ -118,17 +121,27 @@ class Block:
 
     def patch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Gives some parts, by key, other values of the same forms; the original ones stay where they are."""
+        self.unpatch()
         with torch.inference_mode():
             self._patched = Patched([part for part in self.parts if part.key in tensors], tensors)
             others = self._patched.views
             self._on_host = [others[p.key] if p.key in others else p.on(self.host) for p in self.parts]
+            # The original parameters are others', who go on with what they hold.
+            for at, part in enumerate(self.parts):
+                if part.key in others and part.stays:
+                    self._held[at] = torch.nn.Parameter(others[part.key], requires_grad=False)
+                    part.table[part.name] = self._held[at]
         self.sources = tuple(_sources(self.parts, self.host, self._patched))
         self.bind_host()
 
     def unpatch(self) -> None:
         """Goes back to the original weights, and drops the others."""
-        self._patched: Patched | None = None
+        self._patched = None
         self.sources = ((0, self.host),)
+        self._held = list(self._originals)
+        for part, original in zip(self.parts, self._originals, strict=True):
+            if original is not None:
+                part.table[part.name] = original
         with torch.inference_mode():
             self._on_host = [part.on(self.host) for part in self.parts]
         self.bind_host()
@@ -150,8 +163,12 @@ class Block:
         self._bound.clear()
 
     def _set(self, views: Sequence[torch.Tensor]) -> None:
-        for (table, name), view in zip(self._places, views, strict=True):
-            table[name] = view
+        for part, held, view in zip(self.parts, self._held, views, strict=True):
+            if held is None:
+                part.table[part.name] = view
+            else:
+                # The same object, as in core: others may hold it, and follow it back to host memory.
+                held.data = view
 
     def _move_in(self, twin: torch.nn.Module | None) -> None:
         self.host = _slab_of(self.parts, self.bytes)
@@ -159,7 +176,10 @@ class Block:
             shared = _shared(self.parts, self.name, twin)
             self.host = _moved(self.parts, self.bytes)
             for part, table in shared:
-                table[part.name] = _keep_model_dtype(part.on(self.host), table[part.name])
+                if part.stays:
+                    table[part.name].data = part.on(self.host)
+                else:
+                    table[part.name] = part.on(self.host)
 
 
 class Patched:
@@ -214,14 +234,17 @@ def slab_bytes(module: torch.nn.Module) -> int:
 
 
 def _layout(name: str, module: torch.nn.Module) -> tuple[tuple[Part, ...], int]:
-    parts, offset = [], 0
+    parts, offset, seen = [], 0, set()
     for table, short, key, tensor in _tensors(name, module):
         places = []
         for leaf in leaves(tensor):
             stride = leaf.stride() if _is_dense(leaf) else _contiguous(leaf.shape)
             places.append(Leaf(offset, leaf.dtype, tuple(leaf.shape), stride))
             offset += places[-1].span
-        parts.append(Part(table, short, key, tuple(places)))
+        # Tied weights are one object, and here two: a patch may reach one of them alone.
+        stays = type(tensor) is torch.nn.Parameter and not tensor.is_meta and id(tensor) not in seen
+        seen.add(id(tensor))
+        parts.append(Part(table, short, key, tuple(places), stays))
     return tuple(parts), -(-offset // PAGE) * PAGE
 
 
@@ -318,13 +341,6 @@ def _same_memory(mine: torch.Tensor, other: torch.Tensor) -> bool:
         and mine.shape == other.shape
         and not hasattr(mine.untyped_storage(), "_comfy_tensor_mmap_refs")
     )
-
-
-def _keep_model_dtype(view: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`view` with the dtype that core noted on the tensor whose place it takes, and casts it to."""
-    if hasattr(old, "_model_dtype"):
-        view._model_dtype = old._model_dtype
-    return view
 
 
 # The objects that own the slabs, by address; each lives as long as a tensor uses its memory.
