@@ -130,7 +130,6 @@ def test_all_orders_of_the_three_nodes(
         assert all(int8 < 0.8 * full for int8, full in zip(found, unquantized, strict=True))
 
 
-@pytest.mark.core
 def test_applied_twice_the_later_settings_win(comfy: ModuleType, load: Any) -> None:
     source, model = load("wan")
     expected = comfy.sample(source, model)
@@ -145,7 +144,6 @@ def test_applied_twice_the_later_settings_win(comfy: ModuleType, load: Any) -> N
     assert torch.equal(comfy.sample(twice, model), expected) and streamed_blocks(twice) == 3
 
 
-@pytest.mark.core
 def test_branches_with_different_settings(comfy: ModuleType, load: Any) -> None:
     source, model = load("wan")
     before, expected = bits(source), comfy.sample(source, model)
@@ -163,7 +161,6 @@ def test_branches_with_different_settings(comfy: ModuleType, load: Any) -> None:
     assert same(bits(source), before)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_the_text_tells_the_truth(comfy: ModuleType, load: Any, prefetch: int) -> None:
     source, model = load("wan")
@@ -185,7 +182,6 @@ def test_the_text_tells_the_truth(comfy: ModuleType, load: Any, prefetch: int) -
     assert lines[3].startswith("strategy stream: ")
 
 
-@pytest.mark.core
 def test_refusals(comfy: ModuleType, load: Any, tiny: MakeTiny) -> None:
     source, model = load("wan")
     expected = comfy.sample(source, model)
@@ -211,7 +207,6 @@ def test_two_conditions_and_several_evaluations_a_step(comfy: ModuleType, load: 
     compare(comfy, source, model, unchanged, cfg=3.0, negative=True, sampler="dpmpp_sde", steps=2)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", ["h3", "flux", "wan"])
 def test_skipped_layers(comfy: ModuleType, load: Any, family: str) -> None:
     """The condition is evaluated a second time in each step without two of the blocks."""
@@ -227,7 +222,6 @@ def test_skipped_layers(comfy: ModuleType, load: Any, family: str) -> None:
     compare(comfy, source, model, change, cfg=3.0, negative=True)
 
 
-@pytest.mark.core
 def test_repeated_and_reordered_blocks(comfy: ModuleType, load: Any) -> None:
     """Blocks that another node runs twice: the order that was learned first does not hold."""
     source, model = load("wan")
@@ -245,7 +239,6 @@ def test_repeated_and_reordered_blocks(comfy: ModuleType, load: Any) -> None:
     compare(comfy, source, model, change)
 
 
-@pytest.mark.core
 def test_context_windows(comfy: ModuleType, load: Any) -> None:
     module = importlib.import_module("comfy_extras.nodes_context_windows")
     source, model = load("wan")
@@ -276,7 +269,6 @@ def test_wan_vace(comfy: ModuleType, load: Any) -> None:
     assert streamed_blocks(streamed) == 5
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", ["z_image", "lumina2", "flux", "h3"])
 def test_blocks_in_several_lists(comfy: ModuleType, load: Any, family: str) -> None:
     """Refiners, which H3 runs before the first evaluation, and double and single blocks."""
@@ -298,7 +290,6 @@ def test_blocks_in_several_lists(comfy: ModuleType, load: Any, family: str) -> N
     assert running == {block for blocks in lists for block in blocks}
 
 
-@pytest.mark.core
 def test_compute_dtype(comfy: ModuleType, load: Any) -> None:
     """Core casts the weights at every call then; it asks for that by a mark on each layer."""
     from comfy_extras.nodes_model_advanced import ModelComputeDtype
@@ -311,7 +302,6 @@ def test_compute_dtype(comfy: ModuleType, load: Any) -> None:
     compare(comfy, source, model, change)
 
 
-@pytest.mark.core
 def test_object_patches(comfy: ModuleType, load: Any) -> None:
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
@@ -328,7 +318,6 @@ def test_object_patches(comfy: ModuleType, load: Any) -> None:
     compare(comfy, source, model, change)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("family", ["wan", "h3"])
 def test_a_lora_in_bypass_mode(comfy: ModuleType, load: Any, tmp_path: Path, family: str) -> None:
     from comfy.utils import load_torch_file

@@ -194,7 +194,6 @@ def test_in_the_middle_of_a_step(case: Bench, what: str, unloaded: bool) -> None
     case.check_after(patched)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_out_of_memory_while_loading(case: Bench, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     """At the resident block, the first slab, and the second one."""
@@ -216,7 +215,6 @@ def test_out_of_memory_while_loading(case: Bench, monkeypatch: pytest.MonkeyPatc
     assert len(calls) == at + 1 + 3
 
 
-@pytest.mark.core
 def test_interrupted_at_every_point_of_loading(case: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.model_management as management
 
@@ -300,7 +298,6 @@ def test_a_part_of_the_memory_is_given_back(case: Bench, wanted: float) -> None:
     case.check_after(patched)
 
 
-@pytest.mark.core
 def test_the_patcher_goes_while_it_is_loaded(case: Bench) -> None:
     import comfy.model_management as management
 
@@ -321,7 +318,6 @@ def test_the_patcher_goes_while_it_is_loaded(case: Bench) -> None:
 # --- two models, two branches -----------------------------------------------------------------------
 
 
-@pytest.mark.core
 def test_two_models_take_turns(case: Bench, comfy: ModuleType, tiny: MakeTiny, tmp_path: Path) -> None:
     other = Bench(comfy, tiny("wan", **SMALL, seed=1), tmp_path)
     a, b = (x.lora(offload(x.source, **SETTINGS)[0]) for x in (case, other))
@@ -357,7 +353,6 @@ def test_a_branch_with_the_node_and_one_without(case: Bench, first: str) -> None
 # --- what is pinned ---------------------------------------------------------------------------------
 
 
-@pytest.mark.core
 def test_pinned_memory_returns_to_the_start(case: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs, then unload. Without a GPU a double counts what would be locked."""
     import comfy.model_management as management

@@ -119,7 +119,6 @@ def test_before_and_after_the_node_changed_and_removed(
     assert torch.equal(case.sample(case.lora(source, *loras["one"])), expected["one"])
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("setting", ["keep", "bake"])
 def test_before_int8(bench: Callable[..., Bench], setting: str) -> None:
     case = bench("h3")
@@ -145,7 +144,6 @@ def shape_changing(patcher: Any, key: str) -> Any:
     return clone
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("block", [1, 2], ids=["resident", "streamed"])
 def test_a_patch_that_changes_a_shape_is_refused_and_leaves_nothing(
     bench: Callable[..., Bench], block: int
@@ -210,7 +208,6 @@ def test_save_writes_what_core_writes_for_the_resident_model(
     assert equal(saved(case.comfy, source, tmp_path), plain)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("int8", [False, True], ids=["float", "INT8"])
 def test_the_weights_stay_in_their_slabs(bench: Callable[..., Bench], int8: bool) -> None:
     """Also scales and what a LoRA changes; so a second load moves nothing of the original weights."""
@@ -243,7 +240,6 @@ def test_a_second_run_moves_nothing(bench: Callable[..., Bench]) -> None:
 # --- who reads the weights while they are loaded ----------------------------------------------------
 
 
-@pytest.mark.core
 def test_key_patches_of_a_loaded_model_are_pristine(bench: Callable[..., Bench]) -> None:
     case = bench()
     source = case.load()
@@ -258,7 +254,6 @@ def test_key_patches_of_a_loaded_model_are_pristine(bench: Callable[..., Bench])
             assert torch.equal(value[0][0].cpu(), expected[key]), key
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("order", ["merged while loaded", "loaded after the merge"])
 def test_merging_sees_pristine_weights(bench: Callable[..., Bench], tiny: MakeTiny, order: str) -> None:
     from comfy_extras.nodes_model_merging import ModelMergeSimple
@@ -333,7 +328,6 @@ def test_lora_hooks(
     assert same(bits(source), before)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("kind", ["RuntimeError", "InterruptProcessingException"])
 def test_an_exception_under_a_hook_leaves_nothing(
     bench: Callable[..., Bench], hooks: Callable[[Bench], Any], kind: str

@@ -17,8 +17,6 @@ from comfyui.lora import write_lora
 from int8_node import LORA_A, quantize
 from offload_node import DEEP, bits, offload, on_gpu, placed, same
 
-pytestmark = pytest.mark.core
-
 
 @pytest.fixture(params=["wan", "h3"])
 def family(request: pytest.FixtureRequest) -> str:

@@ -53,11 +53,8 @@ def offload_model(
             "Connect the model without this node.",
         )
     if lane_for is None and source.load_device.type != "cuda":
-        device = source.load_device
-        return (
-            source.clone(),
-            f"passed through unchanged: it takes a CUDA device, and this model is for {device}",
-        )
+        text = f"passed through unchanged: this model is for {source.load_device}, and streaming needs CUDA"
+        return source.clone(), text
     sizes = sizes_of(source.model)
     strategy = choose(config, sizes, source.is_dynamic())
     lines = [report.found_line(found.lists, sizes), report.wanted_line(config), strategy.line]
