@@ -74,3 +74,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
     base = tmp_path_factory.mktemp("server")
     with ComfyServer(base, device_args=startup.comfyui_args()) as running:
         yield running
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    """Inference mode, in which ComfyUI's executor runs nodes, loaders and samplers."""
+    import torch
+
+    with torch.inference_mode():
+        yield

@@ -48,6 +48,13 @@ def on_gpu() -> bool:
     return comfy.model_management.get_torch_device().type == "cuda"
 
 
+def unload() -> None:
+    """Core's button without the collection of garbage, which takes longer than most tests."""
+    import comfy.model_management
+
+    comfy.model_management.unload_all_models()
+
+
 def sizes(model: Any) -> Any:
     """Bytes of a model's weights, see plan.Sizes."""
     return inprocess.pack_module("kernels_glue.offload.patcher").sizes_of(model.model)

@@ -16,9 +16,11 @@ from comfyui import inprocess
 from comfyui.builders import TinyModel
 from comfyui.lora import write_lora
 from int8_node import LORA_A, static
-from offload_node import GIB, bits, in_host_memory, offload, on_gpu, placed, same, sizes
+from offload_node import GIB, bits, in_host_memory, offload, on_gpu, placed, same, sizes, unload
 from stand_in_lane import HostLane
 from torch.multiprocessing.reductions import StorageWeakRef
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 MakeTiny = Callable[..., TinyModel]
 # Four blocks of one size, of which one is resident and three rotate through two slabs.
@@ -26,20 +28,6 @@ SMALL = {"dim": 128, "ffn_dim": 128, "num_layers": 4}
 SETTINGS = {"resident_blocks": 1, "vram_budget_gb": 64.0, "strategy": "stream"}
 FIRST_STREAMED, LAST_STREAMED = 0, 3
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    """ComfyUI's executor runs nodes, loaders and samplers under inference mode."""
-    with torch.inference_mode():
-        yield
-
-
-def unload() -> None:
-    """Core's button without the collection of garbage, which takes longer than all the rest here."""
-    import comfy.model_management
-
-    comfy.model_management.unload_all_models()
 
 
 # The slabs of the running test, also those that should be gone.

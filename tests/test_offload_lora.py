@@ -12,8 +12,10 @@ import torch
 from comfyui.builders import TinyModel
 from comfyui.lora import write_lora
 from int8_node import DITS, LORA_A, LORA_B, quantize, static
-from offload_node import bits, in_host_memory, offload, placed, same
+from offload_node import bits, in_host_memory, offload, placed, same, unload
 from safetensors.torch import load_file
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 MakeTiny = Callable[..., TinyModel]
 # Four main blocks, of which one is resident and three rotate through two slabs: each is copied at each step.
@@ -23,20 +25,6 @@ SMALL: dict[str, dict[str, int]] = {
     "flux": {},
 }
 SETTINGS = {"resident_blocks": 1, "vram_budget_gb": 64.0, "strategy": "stream"}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    """ComfyUI's executor runs nodes, loaders and samplers under inference mode."""
-    with torch.inference_mode():
-        yield
-
-
-def unload() -> None:
-    """Core's button without the collection of garbage, which takes longer than all the rest here."""
-    import comfy.model_management
-
-    comfy.model_management.unload_all_models()
 
 
 class Bench:

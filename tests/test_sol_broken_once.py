@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +14,7 @@ from comfyui.builders import TinyModel
 from int8_node import difference
 from sol_node import OVERRIDE, patch, shown, spy_on, tally_of
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("inference")]
 
 routing = inprocess.pack_module("kernels_glue.attention.routing")
 PROVIDERS = inprocess.pack_module("kernels_glue.attention.providers").PROVIDERS
@@ -22,12 +22,6 @@ MakeTiny = Callable[..., TinyModel]
 # Every step sparse, no layer dense.
 ALL = {"dense_percent": 0, "dense_layers": ""}
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

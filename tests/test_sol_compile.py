@@ -5,7 +5,7 @@ Not among the core tests: tracing is slow, and it is torch's part of the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +15,8 @@ from comfyui.builders import TinyModel
 from int8_node import difference
 from sol_node import patch, spy_on
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 MakeTiny = Callable[..., TinyModel]
 STEPS = 3
 # One block: sparse in steps 1 and 2 of 3.
@@ -22,12 +24,6 @@ SETTINGS = {"dense_steps": 1, "dense_layers": ""}
 SPARSE = 2
 # 3 latent frames of 10 x 10 patches: five blocks of tokens.
 LATENT = {"width": 160, "height": 160, "length": 9, "steps": STEPS}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ from comfyui.weights import random_tensor
 from int8_node import LORA_A, difference, quantize
 from sol_node import OVERRIDE, patch, shown, spy_on, tally_of
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("inference")]
 
 MakeTiny = Callable[..., TinyModel]
 KEY = "kitchen_sol_attention"  # of the node's callbacks and wrappers
@@ -27,12 +27,6 @@ SETTINGS = {"dense_steps": 1, "dense_layers": ""}
 SPARSE = 2 * 2
 # 3 latent frames of 10 x 10 patches: five blocks of tokens.
 LATENT = {"width": 160, "height": 160, "length": 9}
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from comfyui.builders import TinyModel
 from int8_node import difference
 from sol_node import FAMILIES, LONG, SHORT, patch, sdpa, spy_on, tally_of, with_override
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("inference")]
 
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 
@@ -35,12 +35,6 @@ MakeTiny = Callable[..., TinyModel]
 @pytest.fixture(params=FAMILIES)
 def model(request: pytest.FixtureRequest, tiny: MakeTiny) -> TinyModel:
     return tiny(request.param)
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Any:
-    with torch.inference_mode():
-        yield
 
 
 def sample(comfy: ModuleType, patcher: Any, model: TinyModel, **options: Any) -> torch.Tensor:

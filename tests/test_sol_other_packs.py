@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,18 +13,12 @@ from comfyui.builders import TinyModel
 from int8_node import difference
 from sol_node import OVERRIDE, patch, shown, spy_on, tally_of, with_override
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("inference")]
 
 KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
 STEPS = 3
 SETTINGS = {"dense_steps": 1, "dense_layers": ""}
 SPARSE, DENSE = 2 * 2, 2 + 3 * 2  # self-attention of the first step, cross-attention of all
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture

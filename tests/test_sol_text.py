@@ -6,7 +6,7 @@ import itertools
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +18,13 @@ from comfyui.graphs import Graph, sampling_graph
 from comfyui.server import ComfyServer, PromptRejected
 from sol_node import LONG, NODE_ID, SHORT, patch, require_cpu, shown
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 MakeTiny = Callable[..., TinyModel]
 config = inprocess.pack_module("kernels_glue.attention.config")
 NODE = config.NODE
 GREY = torch.tensor([0xC9, 0xCE, 0xD6]) / 255
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def drawn(comfy: ModuleType, source: Any, **settings: Any) -> torch.Tensor:
