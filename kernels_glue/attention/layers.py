@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ..blocks import is_single, uncompiled
+from ..blocks import is_single
 from ..errors import KitchenSolError
+from ..model_code import codes_of
 from .config import NODE
 
 _ENTRY = re.compile(r"(-?[0-9]{1,9})(?:\s*-\s*(-?[0-9]{1,9}))?")
@@ -90,15 +90,7 @@ def takes_block_replacements(diffusion_model: torch.nn.Module) -> bool:
 
 
 def _speaks_of(word: str, diffusion_model: torch.nn.Module) -> bool:
-    """Looks among the constants of the model's code, so that a model that learns something is noticed."""
-    for base in type(uncompiled(diffusion_model)).__mro__:
-        if base is torch.nn.Module:
-            return False
-        for member in vars(base).values():
-            function = inspect.unwrap(member) if callable(member) else member
-            if word in getattr(getattr(function, "__code__", None), "co_consts", ()):
-                return True
-    return False
+    return any(word in code.co_consts for code in codes_of(diffusion_model))
 
 
 class LayerCounter:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ..callbacks import set_callbacks
 from ..errors import KitchenSolError
 from . import report
 from .block_marks import marked
@@ -197,12 +198,11 @@ def _text_rows(layout: Layout | None, inputs: ModelInputs, tokens: int) -> tuple
 
 def watch(patcher: ModelPatcher, session: Session, override: SolOverride) -> None:
     """Installs a session on a patcher, in place of that of an earlier application of the node."""
-    for moment, callback in (
-        (CallbacksMP.ON_PRE_RUN, session.begin),
-        (CallbacksMP.ON_PREPARE_STATE, session.prepare),
-        (CallbacksMP.ON_CLEANUP, session.end),
-    ):
-        patcher.remove_callbacks_with_key(moment, KEY)
-        patcher.add_callback_with_key(moment, KEY, callback)
+    callbacks = {
+        CallbacksMP.ON_PRE_RUN: session.begin,
+        CallbacksMP.ON_PREPARE_STATE: session.prepare,
+        CallbacksMP.ON_CLEANUP: session.end,
+    }
+    set_callbacks(patcher, KEY, callbacks)
     patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, partial(session.apply_model, override))

@@ -19,6 +19,7 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 
 from ..errors import KitchenSolError
+from ..model_code import codes_of
 from ..requirements import missing_names, refuse
 from . import report
 from .config import NODE, OffloadConfig
@@ -260,11 +261,7 @@ def apply_core(source: ModelPatcher, config: OffloadConfig, why: str, show: Show
 
 def prefetches_itself(diffusion_model: torch.nn.Module) -> bool:
     """Whether the model's own code copies blocks ahead under dynamic VRAM."""
-    for base in type(diffusion_model).__mro__:
-        for member in vars(base).values():
-            if _PREFETCH in getattr(getattr(member, "__code__", None), "co_names", ()):
-                return True
-    return False
+    return any(_PREFETCH in code.co_names for code in codes_of(diffusion_model))
 
 
 def _cast_bytes(module: torch.nn.Module) -> int:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import WrappersMP
 
+from ..callbacks import set_callbacks
 from ..errors import KitchenSolError
 from .config import NODE, OffloadConfig
 from .lane import CudaLane
@@ -160,12 +161,8 @@ def install(
     apply_model: Callable[..., Any] | None = None,
 ) -> None:
     """Gives a patcher callbacks and a wrapper of apply_model, in place of an earlier application's."""
-    for moment in (*callbacks, *patcher.callbacks):
-        if moment != CallbacksMP.ON_CLONE:
-            patcher.remove_callbacks_with_key(moment, KEY)
+    set_callbacks(patcher, KEY, callbacks)
     patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    for moment, callback in callbacks.items():
-        patcher.add_callback_with_key(moment, KEY, callback)
     if apply_model is not None:
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, apply_model)
 

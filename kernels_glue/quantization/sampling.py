@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from comfy.patcher_extension import CallbacksMP
 
+from ..callbacks import set_callbacks
 from ..errors import KitchenSolError
 from ..names import MODEL_PREFIX
 from .config import NODE
@@ -79,13 +80,12 @@ def watch(patcher: ModelPatcher, text: SamplingText) -> None:
 
     Callbacks and not a sampling wrapper: core's guiders for two models call wrappers of the first only.
     """
-    for moment, callback in (
-        (CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES, refuse_weight_hooks),
-        (CallbacksMP.ON_PRE_RUN, text.before),
-        (CallbacksMP.ON_CLEANUP, text.after),
-    ):
-        patcher.remove_callbacks_with_key(moment, KEY)
-        patcher.add_callback_with_key(moment, KEY, callback)
+    callbacks = {
+        CallbacksMP.ON_REGISTER_ALL_HOOK_PATCHES: refuse_weight_hooks,
+        CallbacksMP.ON_PRE_RUN: text.before,
+        CallbacksMP.ON_CLEANUP: text.after,
+    }
+    set_callbacks(patcher, KEY, callbacks)
 
 
 def refuse_weight_hooks(patcher: ModelPatcher, *_: Any) -> None:
