@@ -1,4 +1,4 @@
-"""Gives a patcher, and every clone of it, methods of the pack over those of core."""
+"""Gives a patcher, and every clone of it, methods of the pack over those of core, and takes them back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from comfy.patcher_extension import CallbacksMP
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+
+_MADE = "kitchen_sol_laid_over"  # mark of the classes that are made here
 
 
 def lay_over(patcher: ModelPatcher, mixin: type, key: str) -> None:
@@ -24,6 +27,12 @@ def lay_over(patcher: ModelPatcher, mixin: type, key: str) -> None:
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, key, become)
 
 
+def take_off(patcher: ModelPatcher, mixin: type, key: str) -> None:
+    """The patcher, and what is cloned from it, has the class that it would have without `lay_over`."""
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, key)
+    patcher.__class__ = _bared(type(patcher), mixin)
+
+
 def _become(mixin: type, _: Any, patcher: ModelPatcher, *_args: Any) -> None:
     # Core clones into the class of the original, or into a plain ModelPatcher without dynamic VRAM.
     patcher.__class__ = _laid_over(type(patcher), mixin)
@@ -31,4 +40,11 @@ def _become(mixin: type, _: Any, patcher: ModelPatcher, *_args: Any) -> None:
 
 @cache
 def _laid_over(base: type, mixin: type) -> type:
-    return base if issubclass(base, mixin) else type(base.__name__, (mixin, base), {})
+    return base if issubclass(base, mixin) else type(base.__name__, (mixin, base), {_MADE: True})
+
+
+def _bared(laid: type, mixin: type) -> type:
+    if not vars(laid).get(_MADE):
+        return laid
+    upper, base = laid.__bases__
+    return base if upper is mixin else _laid_over(_bared(base, mixin), upper)

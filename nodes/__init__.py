@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .compare_models import KitchenCompareModels
 from .copies import warn_of_other_copies
 from .kitchen_int8 import KitchenInt8QuantizeModel
 from .layerwise_offload import KitchenLayerwiseOffload
@@ -17,4 +18,9 @@ class KitchenSolExtension(ComfyExtension):
         warn_of_other_copies()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [KitchenInt8QuantizeModel, KitchenSolAttentionPatch, KitchenLayerwiseOffload]
+        return [
+            KitchenInt8QuantizeModel,
+            KitchenSolAttentionPatch,
+            KitchenLayerwiseOffload,
+            KitchenCompareModels,
+        ]

@@ -103,4 +103,4 @@ class KitchenInt8QuantizeModel(io.ComfyNode):
         show = text_on(node_id)
         quantized, report = quantize_model(model, config, show, node_id)
         show(report)
-        return io.NodeOutput(quantized, report)
+        return io.NodeOutput(quantized, report.text)

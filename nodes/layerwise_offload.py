@@ -125,4 +125,4 @@ class KitchenLayerwiseOffload(io.ComfyNode):
         show = text_on(cls.hidden.unique_id)
         offloaded, report = offload_model(model, config, show)
         show(report)
-        return io.NodeOutput(offloaded, report)
+        return io.NodeOutput(offloaded, report.text)

@@ -212,4 +212,4 @@ class KitchenSolAttentionPatch(io.ComfyNode):
         show = text_on(cls.hidden.unique_id)
         patched, report, schedule = patch_attention(model, config, show)
         show(report)
-        return io.NodeOutput(patched, report, schedule)
+        return io.NodeOutput(patched, report.text, schedule)

@@ -52,7 +52,10 @@ def quantize_showing(
     apply = comfy.pack_module("kernels_glue.quantization.apply")
     config = comfy.pack_module("kernels_glue.quantization.config")
     with torch.inference_mode():
-        return apply.quantize_model(model, config.QuantizeConfig(**settings), show, "1")
+        quantized, report = apply.quantize_model(
+            model, config.QuantizeConfig(**settings), lambda shown: show(shown.text), "1"
+        )
+    return quantized, report.text
 
 
 def int8_layers(patcher: Any) -> list[str]:

@@ -37,8 +37,10 @@ def offload(
 
     stand_in = None if on_gpu() else lane_for
     with torch.inference_mode():
-        patcher, report = apply.offload_model(source, config, shown.append, stand_in)
-    return patcher, report, shown
+        patcher, report = apply.offload_model(
+            source, config, lambda report: shown.append(report.text), stand_in
+        )
+    return patcher, report.text, shown
 
 
 def on_gpu() -> bool:

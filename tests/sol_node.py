@@ -45,7 +45,9 @@ def shown(source: Any, **settings: Any) -> tuple[Any, list[str]]:
     config = inprocess.pack_module("kernels_glue.attention.config").SolConfig
     texts: list[str] = []
     patched, *_ = apply.patch_attention(
-        source, config.of({"provider": "reference", **settings}), texts.append
+        source,
+        config.of({"provider": "reference", **settings}),
+        lambda report: texts.append(report.text),
     )
     return patched, texts
 

@@ -132,7 +132,7 @@ def test_reads_what_the_node_shows_after_sampling() -> None:
         steps=4, seconds=8.0, copied=108 * GIB, waited=0.5, device=12 * GIB, pinned=27 * GIB
     )
     plan = SimpleNamespace(resident=(0,), streamed=(1, 2), slots=2, slot_bytes=GIB)
-    text = "\n".join(report.sampled_lines(sampled, plan))
+    text = "\n".join(line.text for line in report.sampled_lines(sampled, plan))
     assert "copied 27.00 GiB a step" in text
     assert table.waited_seconds(text) == pytest.approx(0.125)
 
@@ -335,7 +335,7 @@ def test_a_child_measures_its_rows_and_goes_on_after_a_refusal(
 ) -> None:
     refused = inprocess.pack_module("kernels_glue.errors").KitchenSolError("Layerwise Offload", "No.", "Go.")
 
-    def offload_model(source: Any, config: Any, show: Callable[[str], None]) -> Any:
+    def offload_model(source: Any, config: Any, show: Callable[[Any], None]) -> Any:
         assert (config.vram_budget_gb, config.strategy) == (24.0, "stream")
         raise refused
 
@@ -356,9 +356,9 @@ def test_a_child_counts_the_bytes_that_the_node_copies_in_a_step(
     apply = inprocess.pack_module("kernels_glue.offload.apply")
     real, plans = apply.offload_model, []
 
-    def offload_model(source: Any, config: Any, show: Callable[[str], None]) -> Any:
+    def offload_model(source: Any, config: Any, show: Callable[[Any], None]) -> Any:
         config = replace(config, resident_blocks=1)
-        return real(source, config, lambda text: (show(text), plans.append(source)), HostLane)
+        return real(source, config, lambda report: (show(report), plans.append(source)), HostLane)
 
     monkeypatch.setattr(apply, "offload_model", offload_model)
     (row,) = run_child(["stream"], time.time() + 1000).rows

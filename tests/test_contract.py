@@ -217,6 +217,41 @@ def test_the_contract_of_the_offload_node_is_what_was_published() -> None:
     assert [(x["name"], x["type"]) for x in node["outputs"]] == [("model", "MODEL"), ("report", "STRING")]
 
 
+def test_the_contract_of_the_compare_node_is_what_was_published() -> None:
+    """Written by hand from the specification: a regeneration cannot change it by mistake."""
+    node = json.loads(FILE.read_text(encoding="utf-8"))["KitchenCompareModels"]
+    assert (node["display_name"], node["category"]) == ("Kitchen Compare Models", "model/sampling")
+    assert node["is_output_node"] is True
+    found = {slot["name"]: slot.get("options", slot.get("default")) for slot in node["inputs"]}
+    expected = {
+        "model": None,
+        "noise_seed": 0,
+        "cfg": 8.0,
+        "positive": None,
+        "negative": None,
+        "sampler": None,
+        "sigmas": None,
+        "latent_image": None,
+        "layers": False,
+        "keep_psnr": 0.0,
+        "lpips": ["auto", "off"],
+        "filename_prefix": "kitchen_compare",
+        "reference": None,
+        "vae": None,
+    }
+    assert list(found) == list(expected)
+    assert found == expected
+    optional = [slot["name"] for slot in node["inputs"] if slot["section"] == "optional"]
+    assert optional == ["reference", "vae"]
+    outputs = [(x["name"], x["type"]) for x in node["outputs"]]
+    assert outputs == [
+        ("latent", "LATENT"),
+        ("reference_latent", "LATENT"),
+        ("report", "STRING"),
+        ("plot", "IMAGE"),
+    ]
+
+
 OLD: Contract = {
     "A": {
         "node_id": "A",

@@ -20,7 +20,17 @@ from typing import Any
 import pytest
 from comfyui.startup import PACK_ROOT
 
-HEAVY = ("comfy_kitchen", "triton", "matplotlib", "sageattention", "flash_attn", "sol_attn", "torch")
+HEAVY = (
+    "comfy_kitchen",
+    "triton",
+    "matplotlib",
+    "skimage",
+    "lpips",
+    "sageattention",
+    "flash_attn",
+    "sol_attn",
+    "torch",
+)
 KERNELS = (*HEAVY, "comfy_aimdo")
 PATCHABLE = ("comfy.ops", "comfy.model_patcher", "comfy.model_management", "comfy.sd")
 
@@ -93,6 +103,8 @@ def test_importing_loads_nothing_below_the_schema_but_pure_settings(loaded: dict
         "",
         ".attention",
         ".attention.config",
+        ".compare",
+        ".compare.config",
         ".errors",
         ".names",
         ".offload",
@@ -175,7 +187,9 @@ def test_the_pack_imports_itself_relatively() -> None:
     ("package", "module"),
     [
         *(("quantization", x) for x in ("config", "patterns", "plan", "roles", "report", "patch_count")),
-        *(("offload", x) for x in ("config", "plan", "order", "rotation", "report")),
+        *(("offload", x) for x in ("config", "plan", "order", "rotation", "report", "strategy")),
+        *(("compare", x) for x in ("config", "results", "recommend", "wording", "worst", "report")),
+        *(("", x) for x in ("report", "units")),
     ],
 )
 def test_decisions_import_neither_torch_nor_comfyui(package: str, module: str) -> None:

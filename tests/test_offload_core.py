@@ -17,6 +17,7 @@ pytestmark = pytest.mark.core
 
 policy = inprocess.pack_module("kernels_glue.offload.core_policy")
 OffloadConfig = inprocess.pack_module("kernels_glue.offload.config").OffloadConfig
+Strategy = inprocess.pack_module("kernels_glue.offload.strategy").Strategy
 PAGE = 32 * 2**20
 
 
@@ -68,7 +69,12 @@ def dynamic(comfy: ModuleType, tiny: Callable[..., Any]) -> Callable[[str], tupl
 def apply(source: Any, pages: Pages, **settings: Any) -> tuple[Any, list[str]]:
     shown: list[str] = []
     config = OffloadConfig(strategy="core", **settings)
-    patcher = policy.apply_core(source, config, "strategy core: as set on the node", shown.append)
+    patcher = policy.apply_core(
+        source,
+        config,
+        Strategy("core", "as set on the node"),
+        lambda report: shown.append(report.text),
+    )
     patcher._vbar_get = lambda create=False: pages
     return patcher, shown
 

@@ -28,9 +28,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """(model, config) of each call of the way in, which does nothing instead."""
     calls: list[tuple[Any, Any]] = []
 
-    def offload_model(source: Any, config: Any, show: Any) -> tuple[Any, str]:
+    report = inprocess.pack_module("kernels_glue.report")
+
+    def offload_model(source: Any, config: Any, show: Any) -> tuple[Any, Any]:
         calls.append((source, config))
-        return "the patcher", "the report"
+        return "the patcher", report.Report.of("a node", [report.detail("the report")])
 
     monkeypatch.setattr(inprocess.pack_module("kernels_glue.offload.apply"), "offload_model", offload_model)
     return calls

@@ -11,6 +11,7 @@ from comfyui import inprocess
 config = inprocess.pack_module("kernels_glue.offload.config")
 handle = inprocess.pack_module("kernels_glue.offload.handle")
 plan = inprocess.pack_module("kernels_glue.offload.plan")
+report = inprocess.pack_module("kernels_glue.offload.report")
 strategy = inprocess.pack_module("kernels_glue.offload.strategy")
 KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
 OffloadConfig = config.OffloadConfig
@@ -100,7 +101,7 @@ def test_a_number_too_large_for_a_float_is_refused() -> None:
 def test_who_moves_the_weights(settings: dict[str, Any], dynamic: bool, name: str) -> None:
     chosen = strategy.choose(OffloadConfig(**settings), SIZES, dynamic)
     assert chosen.name == name
-    assert chosen.line == f"strategy {name}: {chosen.why}" and chosen.why
+    assert report.strategy_line(chosen).text == f"strategy {name}: {chosen.why}" and chosen.why
     # A choice of the user's is said to be one, and one of the node's is not.
     assert (chosen.why == "as set on the node") == ("strategy" in settings)
 
@@ -126,7 +127,7 @@ def test_less_room_than_the_budget_is_used_and_said() -> None:
     made, remarks = offload(vram_budget_gb=3.0).plan(SIZES, 2.5 * GIB)
     assert made.device_bytes == 2.5 * GIB
     [remark] = remarks
-    assert "3.00 GiB" in remark and "2.50 GiB" in remark
+    assert "3.00 GiB" in remark.text and "2.50 GiB" in remark.text
 
 
 def test_less_room_that_makes_no_difference_is_not_worth_a_word() -> None:
@@ -140,7 +141,7 @@ def test_the_least_is_used_and_said_where_comfyui_finds_less_room_than_that() ->
         made, remarks = offload(**settings).plan(SIZES, 1.0 * GIB)
         assert made.resident == () and made.slots == 1 and made.device_bytes == 1.0 * GIB
         [remark] = remarks
-        assert "1.00 GiB" in remark
+        assert "1.00 GiB" in remark.text and remark.kind == "note"
 
 
 def test_wanted_resident_blocks_that_do_not_fit_are_an_error() -> None:

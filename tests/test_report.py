@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from types import ModuleType
+from typing import Any
 
 import pytest
 from comfyui import inprocess
@@ -17,6 +18,11 @@ count_patches = inprocess.pack_module("kernels_glue.quantization.patch_count").c
 QuantizeConfig = inprocess.pack_module("kernels_glue.quantization.config").QuantizeConfig
 
 MakeTiny = Callable[..., TinyModel]
+
+
+def marked(lines: Iterable[Any]) -> list[str]:
+    """The lines as they are read."""
+    return [line.marked for line in lines]
 
 
 def expand(entry: str) -> Iterable[str]:
@@ -73,7 +79,7 @@ def test_kept_lines_list_each_layer_under_its_reason() -> None:
         plan.Decision(layer, reason="one" if layer.name.endswith("a") else "another (of, course)")
         for layer in layers
     ]
-    lines = list(report.kept_lines(kept))
+    lines = marked(report.kept_lines(kept))
     assert lines[0] == "kept in their precision: 6"
     assert listed("\n".join(lines)) == {
         "one": [f"blocks.{i}.a" for i in range(3)],
@@ -127,13 +133,6 @@ def test_sizes_are_those_of_the_tensors(comfy: ModuleType, tiny: MakeTiny) -> No
     assert float(shown[2]) == pytest.approx(after / 2**20, abs=0.06)
 
 
-def test_sizes_in_words() -> None:
-    assert report.size(2**30) == "1.00 GiB"
-    assert report.size(int(35.9 * 2**30)) == "35.90 GiB"
-    assert report.size(2**30 - 2**20) == "1023.0 MiB"
-    assert report.size(6_500_000) == "6.2 MiB"
-
-
 def test_headlines() -> None:
     def headline(quantize: int, already: int, keep: int) -> str:
         layers = [plan.LayerInfo(f"blocks.{i}.a", 256, 8, True) for i in range(quantize)]
@@ -142,7 +141,7 @@ def test_headlines() -> None:
             for i in range(already)
         ]
         layers += [plan.LayerInfo(f"in.{i}", 256, 8, False) for i in range(keep)]
-        return report.headline(plan.make_plan(layers, QuantizeConfig()))
+        return report.result_line(plan.make_plan(layers, QuantizeConfig())).text
 
     assert headline(5, 0, 2) == "quantized 5 of 7 layers"
     assert headline(5, 3, 2) == "quantized 5 of 10 layers (3 were already INT8)"
@@ -152,7 +151,7 @@ def test_headlines() -> None:
 def test_group_sizes_are_counted() -> None:
     layers = [plan.LayerInfo(f"blocks.{i}.a", width, 8, True) for i, width in enumerate((96, 256, 512, 64))]
     made = plan.make_plan(layers, QuantizeConfig())
-    lines = list(report.weight_lines(made, 2**31, 2**30, 1.26, "cuda:0"))
+    lines = marked(report.weight_lines(made, 2**31, 2**30, 1.26, "cuda:0"))
     assert lines == [
         "weights 2.00 GiB -> 1.00 GiB",
         "ConvRot group 256: 2 layers, group 64: 1 layers, group 16: 1 layers",
@@ -162,7 +161,7 @@ def test_group_sizes_are_counted() -> None:
 
 def test_lora_lines_warn_when_no_patch_reaches_a_quantized_layer() -> None:
     def lines(on_int8: int, on_others: int, merged: int = 0) -> list[str]:
-        return list(report.lora_lines(PatchCount(on_int8, on_others), merged))
+        return marked(report.lora_lines(PatchCount(on_int8, on_others), merged))
 
     warning = "WARNING: a LoRA is attached, but none of its patches reaches an INT8 layer"
     assert lines(0, 0) == ["LoRA: none attached"]
@@ -191,7 +190,7 @@ def test_patches_are_counted_by_the_layer_they_reach() -> None:
 
 
 def test_remarks_are_marked() -> None:
-    assert list(report.remark_lines(["one.", "two."])) == ["note: one.", "note: two."]
+    assert marked(report.remark_lines(["one.", "two."])) == ["note: one.", "note: two."]
 
 
 def quantize(comfy: ModuleType, source: object, **settings: str) -> tuple[object, str]:

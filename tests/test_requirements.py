@@ -22,8 +22,9 @@ from comfyui import inprocess
 pytestmark = pytest.mark.core
 
 INT8, SOL, OFFLOAD = "KitchenInt8QuantizeModel", "KitchenSolAttentionPatch", "KitchenLayerwiseOffload"
+COMPARE = "KitchenCompareModels"
 # The package below kernels_glue that holds a node's code, and what it requires.
-PACKAGES = {INT8: "quantization", SOL: "attention", OFFLOAD: "offload"}
+PACKAGES = {INT8: "quantization", SOL: "attention", OFFLOAD: "offload", COMPARE: "compare"}
 REQUIREMENTS = {
     node: inprocess.pack_module(f"kernels_glue.{package}.requirements") for node, package in PACKAGES.items()
 }
@@ -31,6 +32,7 @@ DISPLAY_NAMES = {
     INT8: "Kitchen INT8 Quantize Model",
     SOL: "Sol Attention Patch",
     OFFLOAD: "Layerwise Offload",
+    COMPARE: "Kitchen Compare Models",
 }
 INT8_INPUTS = {
     "group_size": "auto",
@@ -39,6 +41,8 @@ INT8_INPUTS = {
     "lora": "keep",
     "device": "auto",
 }
+# What a node is run with besides a model.
+INPUTS: dict[str, dict[str, Any]] = {INT8: INT8_INPUTS, COMPARE: {"filename_prefix": ""}}
 KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
 GLUE = Path(inprocess.load_pack().__file__).parent / "kernels_glue"
 
@@ -53,7 +57,7 @@ def refusal(comfy: ModuleType, node: str = INT8) -> str:
     Without ComfyUI's executor, which uses some of the removed parts itself.
     """
     with pytest.raises(KitchenSolError) as caught:
-        comfy.pack_nodes()[node].execute(model=None, **(INT8_INPUTS if node == INT8 else {}))
+        comfy.pack_nodes()[node].execute(model=None, **INPUTS.get(node, {}))
     message, head = str(caught.value), DISPLAY_NAMES[node] + LACKS
     assert message.startswith(head) and message.endswith(TAIL), message
     return message.removeprefix(head).removesuffix(TAIL)
@@ -80,7 +84,7 @@ def test_a_missing_name_is_named(
 
 @pytest.mark.parametrize(
     ("node", "name", "parameter"),
-    [(node, *pair) for node in (INT8, OFFLOAD) for pair in REQUIREMENTS[node].PARAMETERS],
+    [(node, *pair) for node in (INT8, OFFLOAD, COMPARE) for pair in REQUIREMENTS[node].PARAMETERS],
 )
 def test_a_missing_parameter_is_named(
     comfy: ModuleType, monkeypatch: pytest.MonkeyPatch, node: str, name: str, parameter: str
@@ -145,6 +149,7 @@ def test_the_pack_loads_without_any_of_it(comfy: ModuleType, monkeypatch: pytest
         (INT8, ("ops.pick_operations", "quant_ops.QuantizedTensor", "model_patcher.ModelPatcher.clone")),
         (SOL, ("samplers.calculate_sigmas", "model_patcher.ModelPatcher.clone")),
         (OFFLOAD, ("model_patcher.wipe_lowvram_weight", "patcher_extension.CallbacksMP")),
+        (COMPARE, ("sample.sample_custom", "model_patcher.ModelPatcher.clone")),
     ],
 )
 def test_everything_that_the_code_uses_by_name_is_required(node: str, some: tuple[str, ...]) -> None:

@@ -28,7 +28,7 @@ MODEL_SAMPLING = SimpleNamespace(percent_to_sigma=lambda percent: 1 - percent)
 def session() -> Any:
     no_sinks = SinkRule(None, False, False)
     model = sampling.Model((("blocks", 1),), None, True, False, LayerSet(frozenset()), no_sinks)
-    return sampling.Session(SolConfig.of({"dense_steps": 2}), model, lambda text: None)
+    return sampling.Session(SolConfig.of({"dense_steps": 2}), model, lambda report: None)
 
 
 class Model:

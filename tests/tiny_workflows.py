@@ -29,11 +29,12 @@ def with_tiny_model(graph: graphs.Graph, model: builders.TinyModel, **latent: in
 
     latent: inputs of the empty-latent node that differ from model.latent_inputs.
 
-    No tiny text encoders and VAEs exist, so test nodes give the conditioning and take the latent; nodes
-    behind the VAE are left out.
+    No tiny text encoders and VAEs exist, so test nodes give the conditioning and take the latent, under the
+    names workflow, workflow_1, ...; nodes behind the VAE are left out.
     """
     tokens, width = model.context_shape
-    texts = [key for key, node in graph.items() if node["class_type"] == "CLIPTextEncode"]
+    texts = nodes_of(graph, "CLIPTextEncode")
+    decoders = nodes_of(graph, "VAEDecode")
     result: graphs.Graph = {}
     for key, node in copy.deepcopy(graph).items():
         inputs = node["inputs"]
@@ -44,7 +45,8 @@ def with_tiny_model(graph: graphs.Graph, model: builders.TinyModel, **latent: in
                 sizes = {"tokens": tokens, "width": width, "pooled_width": model.pooled_width}
                 node = graphs.node("TestConditioning", **sizes, seed=3 + texts.index(key))
             case "VAEDecode":
-                node = graphs.node("TestSaveLatent", samples=inputs["samples"], filename="workflow")
+                name = "_".join(["workflow", *map(str, filter(None, [decoders.index(key)]))])
+                node = graphs.node("TestSaveLatent", samples=inputs["samples"], filename=name)
             case "KSampler" | "BasicScheduler":
                 inputs["steps"] = 4
             case "CLIPLoader" | "VAELoader" | "VAEDecodeAudio":
@@ -57,6 +59,14 @@ def with_tiny_model(graph: graphs.Graph, model: builders.TinyModel, **latent: in
         later = [key for key, node in result.items() if any(source in later for source in sources(node))]
         for key in later:
             del result[key]
+    for node in result.values():  # an optional VAE
+        gone = [
+            name
+            for name, value in node["inputs"].items()
+            if isinstance(value, list) and value[0] not in result
+        ]
+        for name in gone:
+            del node["inputs"][name]
     return result
 
 

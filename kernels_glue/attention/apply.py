@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 import comfy.samplers
 import torch
 
+from ..applied import record_sol
 from ..blocks import main_lists
 from ..errors import KitchenSolError
+from ..figures import no_drawing
+from ..report import Line, Report, Show
 from . import report
 from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .devices import sm_of
-from .drawing import draw_schedule, no_drawing
+from .drawing import draw_schedule
 from .failures import first_line
 from .layers import gives_block_index, parse_layers, takes_block_replacements
 from .layouts import layout_for
@@ -21,7 +24,7 @@ from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for
 from .providers.base import Provider
 from .routing import Router
-from .sampling import OVERRIDE, Model, Session, Show, watch
+from .sampling import OVERRIDE, Model, Session, watch
 from .schedule import Schedule, make_schedule
 from .sinks import sink_rule
 from .sol import SolOptions
@@ -35,7 +38,7 @@ _DRAWN_SCHEDULER = "simple"
 
 def patch_attention(
     source: ModelPatcher, config: SolConfig, show: Show
-) -> tuple[ModelPatcher, str, torch.Tensor]:
+) -> tuple[ModelPatcher, Report, torch.Tensor]:
     """Returns a patcher whose self-attention is sparse where that is right, the report and the drawing.
 
     The source is not changed. Where the node was applied before, the later settings take the place of the
@@ -43,7 +46,7 @@ def patch_attention(
 
     Args:
         source: a patcher around a diffusion transformer; others pass through with a remark.
-        show: puts text on the node, now and whenever the result is sampled.
+        show: puts a report on the node, now and whenever the result is sampled.
 
     Returns:
         The patcher, the report, and the schedule as IMAGE [1, H, W, 3].
@@ -54,11 +57,10 @@ def patch_attention(
     diffusion_model = getattr(source.model, "diffusion_model", None)
     lists = main_lists(diffusion_model) if isinstance(diffusion_model, torch.nn.Module) else ()
     schedule = _drawn_schedule(source, config)
-    image, drawing_remark = _draw(schedule, config)
+    image, drawing_lines = _draw(schedule, config)
     patcher = source.clone()
     if not lists:
-        text = "passed through unchanged: this model has no transformer blocks that Sol knows (a UNet?)"
-        return patcher, text, image
+        return patcher, Report.of(NODE, [report.passed_line()]), image
     device = source.load_device
     providers, absent = _providers(config, device)
     _require_backend(config, device)
@@ -78,15 +80,19 @@ def patch_attention(
     override = SolOverride(config, router, earlier, session.tally, session.evaluation)
     transformer_options[OVERRIDE] = override
     watch(patcher, session, override)
+    record_sol(patcher, source, config)
 
     name = describe(earlier) if earlier is not None else ""
     kernels = [provider.name for provider in providers]
-    head = [
-        *report.settings_lines(config, kernels, name, lists, dense_layers, rule, model.family),
-        report.drawn_line(schedule, _DRAWN_SCHEDULER),
-    ]
-    remarks = [*report.remark_lines(config, dense_layers, name), *drawing_remark]
-    return patcher, report.assemble(head, remarks, list(report.missing_lines(absent))), image
+    said = Report.of(
+        NODE,
+        report.settings_lines(config, kernels, name, lists, dense_layers, rule, model.family),
+        [report.drawn_line(schedule, _DRAWN_SCHEDULER)],
+        report.remark_lines(config, dense_layers, name),
+        drawing_lines,
+        report.missing_lines(absent),
+    )
+    return patcher, said, image
 
 
 def _providers(config: SolConfig, device: torch.device) -> tuple[list[Provider], dict[str, str]]:
@@ -137,10 +143,9 @@ def _drawn_schedule(source: ModelPatcher, config: SolConfig) -> Schedule:
     return make_schedule(config, sigmas.tolist(), sampling.percent_to_sigma)
 
 
-def _draw(schedule: Schedule, config: SolConfig) -> tuple[torch.Tensor, list[str]]:
+def _draw(schedule: Schedule, config: SolConfig) -> tuple[torch.Tensor, list[Line]]:
     try:
         title = f"{config.steps} steps, scheduler {_DRAWN_SCHEDULER}, curve {config.curve}"
         return draw_schedule(schedule.steps, title), []
     except Exception as error:  # whatever is wrong with matplotlib: the picture is decoration
-        said = first_line(error)
-        return no_drawing(), [f"note: the schedule was not drawn, matplotlib does not work here ({said})"]
+        return no_drawing(), [report.not_drawn_line(first_line(error))]

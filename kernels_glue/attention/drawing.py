@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..figures import as_image, new_figure
 from .schedule import Step
 
-_INCHES = (10.24, 4.2)
-_DPI = 100
+_SIZE = (1024, 420)
 _DENSE, _SPARSE = "#c9ced6", "#2f6fde"
 
 
@@ -22,13 +22,9 @@ def draw_schedule(steps: Sequence[Step], title: str) -> torch.Tensor:
     Raises:
         ImportError: matplotlib is not installed, or broken.
     """
-    # Without pyplot: it keeps figures and a window system for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = new_figure(*_SIZE)
     axes = figure.add_subplot()
     sparse = [(step.index + 1, step.tau) for step in steps if not step.dense]
     for step in steps:
@@ -47,12 +43,4 @@ def draw_schedule(steps: Sequence[Step], title: str) -> torch.Tensor:
     axes.set_ylabel("tau", fontsize=14)
     axes.tick_params(labelsize=12)
     axes.set_title(title, fontsize=14)
-    canvas.draw()
-    pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8)
-    width, height = canvas.get_width_height()
-    return pixels.reshape(1, height, width, 4)[..., :3].float() / 255
-
-
-def no_drawing() -> torch.Tensor:
-    """A black IMAGE [1, 64, 64, 3] where nothing can be drawn."""
-    return torch.zeros(1, 64, 64, 3)
+    return as_image(figure)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .call import AttentionCall
 from .layers import LayerCounter, LayerSet
 from .routing import Place
@@ -14,6 +16,12 @@ from .sinks import SinkRule, Sinks
 
 # Key in transformer_options: the step that an evaluation belongs to.
 STEP = "kitchen_sol_step"
+# Key in transformer_options: an Observer of the attention of this sampling.
+OBSERVER = "kitchen_sol_observer"
+
+# Called with (layer, call, out [B, H, T, D], path) after a self-attention of a main block that is not exact;
+# path is as in the tally ("sparse kitchen"). It must neither change a tensor nor wait for the device.
+Observer = Callable[[int, AttentionCall, torch.Tensor, str], None]
 
 
 @dataclass
@@ -27,6 +35,7 @@ class Evaluation:
         rule: what is exact in the sequence.
         text_rows: gives the rows [start, stop) of conditioning tokens in a sequence of so many tokens.
         text_tokens: length of the conditioning; sequences of that length are text alone, or attend to it.
+        observer: is told of the attention, where somebody compares.
     """
 
     step: Step
@@ -35,6 +44,7 @@ class Evaluation:
     rule: SinkRule
     text_rows: Callable[[int], tuple[int, int]]
     text_tokens: int
+    observer: Observer | None = None
     _sinks: dict[int, Sinks] = field(default_factory=dict)
 
     def place(self, transformer_options: Mapping[str, Any], call: AttentionCall) -> Place:

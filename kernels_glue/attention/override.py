@@ -16,7 +16,7 @@ from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .dense.base import DenseBackend
 from .devices import sm_of
-from .evaluation import Evaluation
+from .evaluation import Evaluation, Observer
 from .failures import first_line, is_out_of_memory
 from .providers import kv_splits_for
 from .providers.base import Provider
@@ -104,6 +104,8 @@ class SolOverride:
         if reason is None:
             sparse = self._sparse(request, evaluation, tally, timed)
             if not isinstance(sparse, Reason):
+                if evaluation.observer is not None:
+                    evaluation.observer(place.layer, call, sparse, timed["path"])
                 return call.output(sparse)
             reason = sparse
         if self.config.strict and not reason.expected:
@@ -117,6 +119,8 @@ class SolOverride:
         tally.dense[kernel] += 1
         tally.reasons[reason.text] += 1
         timed["path"] = f"dense {kernel}"
+        if place is not None and place.layer is not None and evaluation.observer is not None:
+            self._observe_dense(evaluation.observer, place.layer, call, out, timed["path"])
         return out
 
     # --- sparse ---------------------------------------------------------------------------------
@@ -206,6 +210,16 @@ class SolOverride:
         if result.note:
             tally.remarks[result.note] = None
         return call.output(result.out), result.kernel
+
+    def _observe_dense(
+        self, observer: Observer, layer: int, call: AttentionCall, out: torch.Tensor, path: str
+    ) -> None:
+        backend = self._backend
+        if backend is None or backend.exact or backend.unfit(call):
+            return
+        if call.flat_output:
+            out = out.unflatten(-1, (call.heads, -1)).transpose(1, 2)
+        observer(layer, call, out, path)
 
     def _current(self, request: _Request) -> tuple[torch.Tensor, str]:
         if self.earlier is not None:

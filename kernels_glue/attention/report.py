@@ -1,15 +1,24 @@
-"""What the node says: as text, from values that others found."""
+"""What the node says, from values that others found."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from ..report import Line, detail, headline, item, note, warning
 from .config import SolConfig
 from .layers import LayerSet
 from .routing import CROSS, DENSE_LAYER, FIRST_STEPS, OUTSIDE
 from .schedule import Schedule
 from .sinks import SinkRule, Sinks
 from .tally import Tally
+
+
+def passed_line() -> Line:
+    """The model has nothing for Sol."""
+    return headline(
+        "passed through unchanged: this model has no transformer blocks that Sol knows (a UNet?)",
+        passed_through=True,
+    )
 
 
 def settings_lines(
@@ -20,7 +29,7 @@ def settings_lines(
     dense_layers: LayerSet,
     rule: SinkRule,
     family: str,
-) -> Iterator[str]:
+) -> Iterator[Line]:
     """What will run where, before anything has.
 
     Args:
@@ -33,146 +42,179 @@ def settings_lines(
     dense = config.dense_backend
     if dense == "current":
         dense = f"current ({earlier})" if earlier else "current (the model's own)"
-    yield f"sparse: {tried}; dense: {dense}"
+    yield detail(
+        f"sparse: {tried}; dense: {dense}",
+        kernels=kernels,
+        dense_backend=config.dense_backend,
+        earlier_override=earlier,
+    )
     counts = ", ".join(f"{name} {count}" for name, count in lists)
-    layers = ", ".join(map(str, sorted(dense_layers.layers))) or "none"
-    yield f"layers: {sum(count for _, count in lists)} ({counts}); always dense: {layers}"
+    total, chosen = sum(count for _, count in lists), sorted(dense_layers.layers)
+    yield detail(
+        f"layers: {total} ({counts}); always dense: {', '.join(map(str, chosen)) or 'none'}",
+        layers=total,
+        block_lists=dict(lists),
+        dense_layers=chosen,
+    )
     yield _rule_line(rule, family)
 
 
-def _rule_line(rule: SinkRule, family: str) -> str:
+def _rule_line(rule: SinkRule, family: str) -> Line:
+    facts = {"keys": rule.keys, "queries": rule.queries, "by_hand": rule.by_hand, "family": family}
+    return detail(f"sinks: {_rule(rule, family)}", sink_rule=facts)
+
+
+def _rule(rule: SinkRule, family: str) -> str:
     if not rule.keys:
-        return "sinks: off"
+        return "off"
     kind = "keys and queries" if rule.queries else "keys"
     if rule.by_hand is not None:
         start, stop = rule.by_hand
-        return f"sinks: rows {start}-{stop - 1} by hand, exact as {kind}"
+        return f"rows {start}-{stop - 1} by hand, exact as {kind}"
     if not family:
-        return "sinks: none, this model has no text rows that the pack knows"
-    return f"sinks: the text rows of {family}, exact as {kind}"
+        return "none, this model has no text rows that the pack knows"
+    return f"the text rows of {family}, exact as {kind}"
 
 
-def remark_lines(config: SolConfig, dense_layers: LayerSet, earlier: str) -> Iterator[str]:
+def remark_lines(config: SolConfig, dense_layers: LayerSet, earlier: str) -> Iterator[Line]:
     """Each setting that has no effect, and why."""
     if dense_layers.remark:
-        yield f"note: {dense_layers.remark}"
+        yield note(dense_layers.remark, remarks=[dense_layers.remark])
     if earlier and config.dense_backend != "current":
-        yield (
-            f"note: the model carries the attention override {earlier} from before this node; it is not used,"
-            f" because dense_backend is {config.dense_backend} (current would use it)"
+        yield note(
+            f"the model carries the attention override {earlier} from before this node; it is not used,"
+            f" because dense_backend is {config.dense_backend} (current would use it)",
+            unused_override=earlier,
         )
     if config.sink_start and not config.sink_tokens:
-        yield "note: sink_tokens is 0, so sink_start has no effect"
+        yield _idle_line("sink_tokens is 0", "sink_start")
     if config.sinks == "off" and config.sink_tokens:
-        yield "note: sinks is off, so sink_start and sink_tokens have no effect"
+        yield _idle_line("sinks is off", "sink_start", "sink_tokens")
     if config.curve == "constant" and config.tau_end != SolConfig.tau_end:
-        yield "note: curve is constant, so tau_end has no effect"
+        yield _idle_line("curve is constant", "tau_end")
     if config.dense_steps >= 0 and config.dense_percent != SolConfig.dense_percent:
-        yield "note: dense_steps is set, so dense_percent has no effect"
+        yield _idle_line("dense_steps is set", "dense_percent")
 
 
-def drawn_line(schedule: Schedule, scheduler: str) -> str:
+def _idle_line(why: str, *settings: str) -> Line:
+    have = "has" if len(settings) == 1 else "have"
+    return note(f"{why}, so {' and '.join(settings)} {have} no effect", without_effect=settings)
+
+
+def drawn_line(schedule: Schedule, scheduler: str) -> Line:
     """The schedule that the picture shows."""
     line = schedule_line(schedule)
-    warning = "WARNING: " if line.startswith("WARNING: ") else ""
-    steps = len(schedule.steps)
-    return f"{warning}with {steps} steps ({scheduler}): {line.removeprefix(warning)}"
+    text = f"with {len(schedule.steps)} steps ({scheduler}): {line.text}"
+    return Line.of(line.kind, text, {**line.facts, "scheduler": scheduler})
 
 
-def schedule_line(schedule: Schedule) -> str:
+def not_drawn_line(why: str) -> Line:
+    """The picture is decoration; the node works without it."""
+    return note(f"the schedule was not drawn, matplotlib does not work here ({why})", not_drawn=why)
+
+
+def schedule_line(schedule: Schedule) -> Line:
     """The dense and sparse steps of a sampler's schedule."""
     total, sparse = len(schedule.steps), schedule.sparse_steps
     taus = [step.tau for step in schedule.steps if not step.dense]
+    facts = {"steps": total, "sparse_steps": sparse, "taus": taus}
     if not sparse:
         setting = "dense_steps" if schedule.dense_above is None else "dense_percent"
-        return f"WARNING: all {total} steps are dense; lower {setting}"
+        return warning(f"all {total} steps are dense; lower {setting}", **facts)
     span = f"tau {taus[0]:g}" if taus[0] == taus[-1] else f"tau {taus[0]:g} to {taus[-1]:g}"
-    return f"{sparse} of {total} steps sparse, {span}"
+    return detail(f"{sparse} of {total} steps sparse, {span}", **facts)
 
 
-def counts_lines(tally: Tally) -> Iterator[str]:
+def counts_lines(tally: Tally) -> Iterator[Line]:
     """Calls by path, and why the dense ones are dense."""
-    yield f"sparse {_total(tally.sparse)}"
-    yield f"dense {_total(tally.dense)}"
+    yield detail(f"sparse {_total(tally.sparse)}", sparse_calls=tally.sparse)
+    yield detail(f"dense {_total(tally.dense)}", dense_calls=tally.dense)
     if tally.reasons:
-        yield f"dense because of: {_listed(tally.reasons)}"
+        yield detail(f"dense because of: {_listed(tally.reasons)}", dense_because=tally.reasons)
     if tally.refused:
-        yield f"given to fa instead: {_listed(tally.refused)}"
+        yield detail(f"given to fa instead: {_listed(tally.refused)}", given_to_fa=tally.refused)
 
 
-def detail_lines(tally: Tally, source: str) -> Iterator[str]:
+def tally_lines(tally: Tally) -> Iterator[Line]:
+    """What else was noticed of the calls."""
+    return (detail(remark, remarks=[remark]) for remark in tally.remarks)
+
+
+def detail_lines(tally: Tally, source: str) -> Iterator[Line]:
     """What the sparse calls were like; waits for the GPU once."""
     if tally.tokens:
-        yield f"tokens: {', '.join(str(tokens) for tokens in sorted(tally.tokens))}"
+        tokens = sorted(tally.tokens)
+        yield detail(f"tokens: {', '.join(map(str, tokens))}", tokens=tokens)
     for sinks in tally.sinks:
         yield sinks_line(sinks, source)
     density = tally.density()
     if density is not None:
-        yield f"exact blocks: {density:.1%}"
+        yield detail(f"exact blocks: {density:.1%}", density=density)
     times = tally.times()
     if times:
-        yield "mean time a call: " + ", ".join(f"{path} {ms:.2f} ms" for path, ms in sorted(times.items()))
+        listed = ", ".join(f"{path} {ms:.2f} ms" for path, ms in sorted(times.items()))
+        seconds = {path: ms / 1e3 for path, ms in times.items()}
+        yield detail(f"mean time a call: {listed}", seconds_a_call=seconds)
 
 
-def sinks_line(sinks: Sinks, source: str) -> str:
-    keys = sinks.keys
+def sinks_line(sinks: Sinks, source: str) -> Line:
+    """The rows that were exact in a sequence."""
+    keys, as_queries = sinks.keys, sinks.queries[0] != sinks.queries[1]
     if keys[0] == keys[1]:
-        return "sinks: none"
-    kind = "keys and queries" if sinks.queries[0] != sinks.queries[1] else "keys"
-    return f"sinks: rows {keys[0]}-{keys[1] - 1} exact as {kind}" + (f" ({source})" if source else "")
-
-
-def warning_line(tally: Tally) -> str:
-    """Why nothing was sparse, or who else has a hand in the attention; empty if there is nothing to say."""
-    if tally.replaced_by:
-        return _replaced_line(tally)
-    if tally.announced and not tally.begun:
-        return (
-            "WARNING: this model was sampled without this node; a guider for two models lets the attention"
-            " of its first model compute both. Put this node before its first model"
-        )
-    if tally.done and not tally.calls:
-        return "WARNING: the model made no attention call that reaches this node; nothing was sparse"
-    if why := _why_nothing_was_sparse(tally):
-        return f"WARNING: nothing was sparse, because of: {why}"
-    return ""
-
-
-def _replaced_line(tally: Tally) -> str:
-    """Another pack's override in the place of ours."""
-    if tally.calls:
-        return f"note: {tally.replaced_by} was set after this node and passes calls on to it"
-    return (
-        f"WARNING: {tally.replaced_by} was set after this node and takes all attention calls; nothing was"
-        " sparse. Put this node behind the one that sets it"
+        return detail("sinks: none", sinks=[])
+    kind = "keys and queries" if as_queries else "keys"
+    return detail(
+        f"sinks: rows {keys[0]}-{keys[1] - 1} exact as {kind}" + (f" ({source})" if source else ""),
+        sinks=[{"rows": keys, "queries": as_queries, "source": source}],
     )
 
 
-def _why_nothing_was_sparse(tally: Tally) -> str:
-    """What kept the calls dense that their kind would have let go sparse, most frequent first."""
+def trouble_lines(tally: Tally) -> Iterator[Line]:
+    """Why nothing was sparse, or who else has a hand in the attention."""
+    if tally.replaced_by:
+        yield _replaced_line(tally)
+    elif tally.announced and not tally.begun:
+        yield warning(
+            "this model was sampled without this node; a guider for two models lets the attention"
+            " of its first model compute both. Put this node before its first model",
+            bypassed=True,
+        )
+    elif tally.done and not tally.calls:
+        yield warning(
+            "the model made no attention call that reaches this node; nothing was sparse", bypassed=True
+        )
+    elif why := _why_nothing_was_sparse(tally):
+        yield warning(f"nothing was sparse, because of: {_listed(why)}", nothing_sparse_because=why)
+
+
+def _replaced_line(tally: Tally) -> Line:
+    """Another pack's override in the place of ours."""
+    other = tally.replaced_by
+    if tally.calls:
+        return note(f"{other} was set after this node and passes calls on to it", later_override=other)
+    return warning(
+        f"{other} was set after this node and takes all attention calls; nothing was"
+        " sparse. Put this node behind the one that sets it",
+        later_override=other,
+        bypassed=True,
+    )
+
+
+def _why_nothing_was_sparse(tally: Tally) -> dict[str, int]:
+    """What kept the calls dense that their kind would have let go sparse."""
     if tally.sparse:
-        return ""
+        return {}
     kinds = {CROSS.text, OUTSIDE.text}
     reasons = {text: count for text, count in tally.reasons.items() if text not in kinds}
     if set(reasons) == {FIRST_STEPS.text}:
-        return ""  # all steps are dense, which has a line of its own
+        return {}  # all steps are dense, which has a line of its own
     planned = {FIRST_STEPS.text, DENSE_LAYER.text}
-    return _listed({text: n for text, n in reasons.items() if text not in planned} or reasons)
+    return {text: n for text, n in reasons.items() if text not in planned} or reasons
 
 
-def log_line(lines: Iterable[str]) -> str:
-    return "; ".join(lines)
-
-
-def missing_lines(missing: Mapping[str, str]) -> Iterator[str]:
-    for name, why in missing.items():
-        yield f"- not used: {name} ({why})"
-
-
-def assemble(*parts: Sequence[str]) -> str:
-    """One text; warnings first, because a node shows only its first lines."""
-    lines = [line for part in parts for line in part]
-    return "\n".join(sorted(lines, key=lambda line: not line.startswith("WARNING")))
+def missing_lines(missing: Mapping[str, str]) -> Iterator[Line]:
+    """The kernels that will not be tried, and why."""
+    return (item(f"not used: {name} ({why})", not_used={name: why}) for name, why in missing.items())
 
 
 def _total(counts: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ NAMES = (
     "comfy.model_patcher.ModelPatcher.get_model_object",
     "comfy.model_patcher.ModelPatcher.remove_callbacks_with_key",
     "comfy.model_patcher.ModelPatcher.remove_wrappers_with_key",
+    "comfy.model_patcher.ModelPatcher.set_attachments",
     "comfy.ops.scaled_dot_product_attention",
     "comfy.patcher_extension.CallbacksMP.ON_CLEANUP",
     "comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE",

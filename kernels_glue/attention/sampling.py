@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,10 +12,11 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..callbacks import set_callbacks
 from ..errors import KitchenSolError
+from ..report import Report, Show
 from . import report
 from .block_marks import marked
 from .config import NODE, SolConfig
-from .evaluation import STEP, Evaluation
+from .evaluation import OBSERVER, STEP, Evaluation, Observer
 from .layers import LayerCounter, LayerSet
 from .layouts import Layout, ModelInputs
 from .override import SolOverride, describe
@@ -27,8 +26,6 @@ from .tally import Tally
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-Show = Callable[[str], None]
 
 KEY = "kitchen_sol_attention"
 OVERRIDE = "optimized_attention_override"
@@ -136,7 +133,10 @@ class Session:
         self._tally.begun += 1
         if found is not override:
             self._tally.replaced_by = describe(found) if found is not None else "a patch that takes it out"
-        outer, self._running.evaluation = self.evaluation(), self._evaluation(step, inputs)
+        outer, self._running.evaluation = (
+            self.evaluation(),
+            self._evaluation(step, inputs, transformer_options.get(OBSERVER)),
+        )
         try:
             out = executor(x, t, c_concat, c_crossattn, control, transformer_options, **kwargs)
         finally:
@@ -151,7 +151,7 @@ class Session:
             )
         return out
 
-    def _evaluation(self, step: Step, inputs: ModelInputs) -> Evaluation:
+    def _evaluation(self, step: Step, inputs: ModelInputs, observer: Observer | None) -> Evaluation:
         model = self._model
         context = inputs.context
         return Evaluation(
@@ -161,6 +161,7 @@ class Session:
             model.rule,
             partial(_text_rows, model.layout, inputs),
             context.shape[1] if isinstance(context, torch.Tensor) else 0,
+            observer,
         )
 
     def _step(self, model_sampling: Any, timestep: torch.Tensor, options: dict[str, Any]) -> Step:
@@ -174,22 +175,20 @@ class Session:
 
     def _tell(self) -> None:
         tally = self._tally
-        lines = list(report.counts_lines(tally))
-        if self._schedule is not None and self._schedule[1].sigmas:
-            lines.append(report.schedule_line(self._schedule[1]))
-        if warning := report.warning_line(tally):
-            lines.insert(0, warning)
-        lines += tally.remarks
-        details = list(report.detail_lines(tally, self._model.rule.source(self._model.family)))
-        text = report.assemble(lines, details)
-        if text == self._told:
-            return
-        self._told = text
-        warned = any(line.startswith("WARNING") for line in lines)
-        logging.log(
-            logging.WARNING if warned else logging.INFO, "%s: %s", NODE, report.log_line(lines + details)
+        schedule = None if self._schedule is None else self._schedule[1]
+        told = Report.of(
+            NODE,
+            report.trouble_lines(tally),
+            report.counts_lines(tally),
+            [report.schedule_line(schedule)] if schedule and schedule.sigmas else [],
+            report.tally_lines(tally),
+            report.detail_lines(tally, self._model.rule.source(self._model.family)),
         )
-        self._show(text)
+        if told.text == self._told:
+            return
+        self._told = told.text
+        told.log()
+        self._show(told)
 
 
 def _text_rows(layout: Layout | None, inputs: ModelInputs, tokens: int) -> tuple[int, int]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..applied import record_offload
 from ..errors import KitchenSolError
 from ..mixins import lay_over
+from ..report import Report, Show
 from . import report
 from .config import NODE, OffloadConfig
 from .core_policy import apply_core
@@ -17,7 +19,7 @@ from .lane import CudaLane
 from .lists import find_blocks
 from .patcher import Streams, sizes_of
 from .plan import make_plan
-from .session import Session, Show, watch
+from .session import Session, watch
 from .strategy import choose
 from .streaming import Lane
 from .twins import without_dynamic_vram
@@ -30,14 +32,14 @@ LaneFor = Callable[[torch.device], Lane]
 
 def offload_model(
     source: ModelPatcher, config: OffloadConfig, show: Show, lane_for: LaneFor | None = None
-) -> tuple[ModelPatcher, str]:
+) -> tuple[ModelPatcher, Report]:
     """Returns a patcher whose blocks are resident or streamed within the budget, and the report.
 
     Where the node was applied before, the later settings take the place of the earlier ones.
 
     Args:
         source: a patcher around a diffusion transformer.
-        show: puts text on the node, now and whenever the result is sampled.
+        show: puts a report on the node, now and whenever the result is sampled.
         lane_for: makes the way to a device that is no CUDA device; without it such devices pass through.
 
     Raises:
@@ -53,18 +55,24 @@ def offload_model(
             "Connect the model without this node.",
         )
     if lane_for is None and source.load_device.type != "cuda":
-        text = f"passed through unchanged: this model is for {source.load_device}, and streaming needs CUDA"
-        return source.clone(), text
+        return source.clone(), Report.of(NODE, [report.passed_line(str(source.load_device))])
     sizes = sizes_of(source.model)
     strategy = choose(config, sizes, source.is_dynamic())
-    lines = [report.found_line(found.lists, sizes), report.wanted_line(config), strategy.line]
+    lines = [
+        report.found_line(found.lists, sizes),
+        report.wanted_line(config),
+        report.strategy_line(strategy),
+    ]
     if strategy.name == "core":
-        return apply_core(source, config, strategy.line, show), report.assemble(lines)
+        patcher = apply_core(source, config, strategy, show)
+        record_offload(patcher, source, config, lane_for)
+        return patcher, Report.of(NODE, lines)
     offload = Offload(config, lane_for or CudaLane)
     if config.budget is not None:
-        lines += report.plan_lines(make_plan(sizes, config.budget, offload.wishes), config.budget)
+        lines.append(report.plan_line(make_plan(sizes, config.budget, offload.wishes), config.budget))
     patcher = without_dynamic_vram(source)
     patcher.set_attachments(KEY, offload)
     lay_over(patcher, Streams, KEY)
-    watch(patcher, Session(config, strategy.line, show))
-    return patcher, report.assemble(lines)
+    watch(patcher, Session(config, strategy, show))
+    record_offload(patcher, source, config, lane_for)
+    return patcher, Report.of(NODE, lines)

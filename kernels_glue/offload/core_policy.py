@@ -7,7 +7,6 @@ whose code asks for it (MiniMax-H3 and LTX audio-video); here the other models g
 
 from __future__ import annotations
 
-import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,14 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..errors import KitchenSolError
 from ..model_code import codes_of
+from ..report import Report, Show
 from ..requirements import missing_names, refuse
+from ..units import size
 from . import report
 from .config import NODE, OffloadConfig
 from .handle import install, offload_of
 from .lists import find_blocks
-from .plan import gib
-from .session import Show
+from .strategy import Strategy
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -72,12 +72,12 @@ class CorePolicy:
 
     Attributes:
         prefetches: the model's blocks are copied ahead by this node, because its own code does not.
-        why: the chosen strategy and the reason.
+        strategy: the chosen one.
     """
 
     config: OffloadConfig
     prefetches: bool
-    why: str
+    strategy: Strategy
     show: Show
     _states: weakref.WeakKeyDictionary[Any, _State] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -114,7 +114,7 @@ class CorePolicy:
             raise KitchenSolError(
                 NODE,
                 f"vram_budget_gb is {self.config.vram_budget_gb:g}, and with strategy 'core' ComfyUI has"
-                f" {gib(used)} of weights and buffers on the device even where it keeps none.",
+                f" {size(used)} of weights and buffers on the device even where it keeps none.",
                 "Choose stream, or raise vram_budget_gb.",
             )
         _limit(state, vbar, state.watermark - (used - budget) - _PAGE)
@@ -138,25 +138,17 @@ class CorePolicy:
         state = self._of(patcher.model)
         state.unhook()
         if state.steps:
-            self.show(report.assemble(self._lines(patcher, state)))
+            said = self._report(patcher, state)
+            said.log()
+            self.show(said)
             state.steps = 0
 
-    def _lines(self, patcher: ModelPatcher, state: _State) -> list[str]:
-        limit = "auto" if self.config.budget is None else gib(self.config.budget)
-        pinned = gib(patcher.pinned_memory_size())
-        lines = [
-            f"device: weights {gib(state.most)} at most (budget {limit}); pinned host memory {pinned}",
-            f"blocks are copied ahead by {'this node' if self.prefetches else 'the model itself'}",
-            self.why,
-        ]
+    def _report(self, patcher: ModelPatcher, state: _State) -> Report:
+        ahead = "this node" if self.prefetches else "the model itself"
         if self.prefetches and not management.NUM_STREAMS:
-            lines[1] = "note: no blocks are copied ahead, because ComfyUI runs without its copy streams"
-        if self.config.budget is not None and state.most > self.config.budget:
-            lines.append("WARNING: the budget was exceeded for a moment; strategy stream keeps to it")
-        for line in lines:
-            level = logging.WARNING if line.startswith("WARNING") else logging.INFO
-            logging.log(level, "%s: %s", NODE, line)
-        return lines
+            ahead = ""
+        lines = report.core_lines(state.most, patcher.pinned_memory_size(), self.config.budget, ahead)
+        return Report.of(NODE, lines, [report.strategy_line(self.strategy)])
 
     def apply_model(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrapper of core's apply_model: one evaluation begins and ends here."""
@@ -195,8 +187,8 @@ def _advance(state: _State, module: torch.nn.Module | None, device: torch.device
     comfy.model_prefetch.prefetch_queue_pop(state.queue, device, module)
 
 
-def _limit(state: _State, vbar: Any, size: int) -> None:
-    state.watermark = max(0, size // _PAGE * _PAGE)
+def _limit(state: _State, vbar: Any, allowed: int) -> None:
+    state.watermark = max(0, allowed // _PAGE * _PAGE)
     vbar.set_watermark_limit(state.watermark)
     if (over := vbar.loaded_size() - state.watermark) > 0:
         vbar.free_memory(over)
@@ -218,7 +210,7 @@ def _cast_buffers() -> int:
     return sum(buffer.size() for buffer in management.STREAM_AIMDO_CAST_BUFFERS.values())
 
 
-def apply_core(source: ModelPatcher, config: OffloadConfig, why: str, show: Show) -> ModelPatcher:
+def apply_core(source: ModelPatcher, config: OffloadConfig, strategy: Strategy, show: Show) -> ModelPatcher:
     """A clone of a patcher with dynamic VRAM that keeps to the budget.
 
     Raises:
@@ -245,7 +237,7 @@ def apply_core(source: ModelPatcher, config: OffloadConfig, why: str, show: Show
             "Set it to -1, or choose stream.",
         )
     patcher = source.clone()
-    policy = CorePolicy(config, not prefetches_itself(source.model.diffusion_model), why, show)
+    policy = CorePolicy(config, not prefetches_itself(source.model.diffusion_model), strategy, show)
     install(
         patcher,
         {

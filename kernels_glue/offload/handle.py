@@ -13,11 +13,14 @@ from comfy.patcher_extension import WrappersMP
 
 from ..callbacks import set_callbacks
 from ..errors import KitchenSolError
+from ..report import Line
+from ..units import size
+from . import report
 from .config import NODE, OffloadConfig
 from .lane import CudaLane
 from .lists import Found
 from .pinning import Pins, can_pin
-from .plan import Plan, Sizes, Wishes, gib, make_plan, smallest_plan
+from .plan import Plan, Sizes, Wishes, make_plan, smallest_plan
 from .streaming import Lane, Streaming
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class Placed:
     streaming: Streaming
     owner: weakref.ref[ModelPatcher]
     outside: int
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[Line, ...] = ()
     heir: weakref.ref[ModelPatcher] | None = None
 
     def take_heir(self) -> ModelPatcher | None:
@@ -77,7 +80,7 @@ class Offload:
         """What is pinned of a model."""
         return self._pins.setdefault(model, Pins(self.config.pinned_limit))
 
-    def plan(self, sizes: Sizes, allowed: float) -> tuple[Plan, tuple[str, ...]]:
+    def plan(self, sizes: Sizes, allowed: float) -> tuple[Plan, tuple[Line, ...]]:
         """The plan for what ComfyUI allows, and remarks.
 
         Args:
@@ -97,29 +100,26 @@ class Offload:
             plan = smallest_plan(sizes, self.wishes)
             if budget is not None and plan.device_bytes > budget:
                 raise
-            return plan, (
-                f"note: ComfyUI finds room for {gib(allowed)} of weights; the smallest plan is used",
-            )
+            return plan, (report.little_room_line(allowed),)
         if budget is None or plan.device_bytes == make_plan(sizes, budget, self.wishes).device_bytes:
             return plan, ()
-        free = gib(allowed)
-        return plan, (f"note: of the budget of {gib(budget)} only {free} are free beside the activations",)
+        return plan, (report.less_room_line(budget, allowed),)
 
     def _too_many(self, sizes: Sizes, allowed: float) -> KitchenSolError:
         needed = smallest_plan(sizes, self.wishes).device_bytes
         return KitchenSolError(
             NODE,
-            f"resident_blocks is {self.wishes.resident_blocks}, which needs {gib(needed)} of device memory,"
-            f" and only {gib(allowed)} are free beside the activations.",
+            f"resident_blocks is {self.wishes.resident_blocks}, which needs {size(needed)} of device memory,"
+            f" and only {size(allowed)} are free beside the activations.",
             "Lower resident_blocks, set it to -1, or free device memory.",
         )
 
-    def plan_within(self, sizes: Sizes, size: float) -> Plan | None:
+    def plan_within(self, sizes: Sizes, allowed: float) -> Plan | None:
         """The plan when ComfyUI wants memory back, or None if the model cannot do with as little."""
         if self.wishes.resident_blocks >= 0:
             return None
         try:
-            return make_plan(sizes, size, self.wishes)
+            return make_plan(sizes, allowed, self.wishes)
         except KitchenSolError:
             return None
 
@@ -127,7 +127,7 @@ class Offload:
         """Whether host memory is pinned at all."""
         return self.config.pin_memory != "off" and can_pin()
 
-    def check_pinned(self, streaming: Streaming) -> tuple[str, ...]:
+    def check_pinned(self, streaming: Streaming) -> tuple[Line, ...]:
         """Remarks about blocks that are not pinned.
 
         Raises:
@@ -140,14 +140,14 @@ class Offload:
         if not can_pin():
             why = "ComfyUI does not pin memory here (--disable-pinned-memory?)"
         else:
-            why = f"{gib(streaming.pins.bytes)} are pinned, and the limit is {gib(streaming.pins.limit())}"
+            why = f"{size(streaming.pins.bytes)} are pinned, and the limit is {size(streaming.pins.limit())}"
         if self.config.pin_memory == "on":
             raise KitchenSolError(
                 NODE,
                 f"pin_memory is on, and {left} of {total} streamed blocks could not be pinned: {why}.",
                 "Set pin_memory to auto, raise max_pinned_gb, or close what uses the memory.",
             )
-        return (f"note: {left} of {total} streamed blocks are not pinned and copied slowly: {why}",)
+        return (report.unpinned_line(left, total, why),)
 
 
 def offload_of(patcher: ModelPatcher) -> Offload | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ import comfy.model_patcher
 import torch
 
 from ..names import MODEL_PREFIX
+from ..report import Report
 from . import baking, report
 from .config import NODE
 from .handle import KEY, NO_LIMIT, Offload, Placed, allowed_bytes, offload_of, placed_on
@@ -184,7 +184,7 @@ def _place(
     if changes:
         seconds = time.perf_counter() - started
         line = report.placed_line(plan, patcher.loaded_size(), streaming.pins.bytes, seconds)
-        logging.info("%s: %s", NODE, line)
+        Report.of(NODE, [line]).log()
 
 
 def _placed(patcher: Any, offload: Offload, found: Found, outside: int, device: torch.device) -> Placed:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import KitchenSolError
-from .config import GIB, NODE
+from ..units import size
+from .config import NODE
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,8 @@ def evenly(items: Sequence[int], count: int) -> list[int]:
 def _too_many(plan: Plan, wishes: Wishes, budget: float) -> KitchenSolError:
     return KitchenSolError(
         NODE,
-        f"resident_blocks is {wishes.resident_blocks}, which needs {gib(plan.device_bytes)} of device memory,"
-        f" and the budget is {gib(budget)}.",
+        f"resident_blocks is {wishes.resident_blocks}, which needs {size(plan.device_bytes)} of device"
+        f" memory, and the budget is {size(budget)}.",
         "Lower resident_blocks, set it to -1, or raise vram_budget_gb.",
     )
 
@@ -127,15 +128,8 @@ def _too_small(plan: Plan, sizes: Sizes, budget: float) -> KitchenSolError:
     resident = f", {len(plan.resident)} resident blocks" if plan.resident else ""
     return KitchenSolError(
         NODE,
-        f"the budget is {gib(budget)}, and this model needs at least {gib(plan.device_bytes)}"
-        f" ({gib(sizes.outside)} outside of its blocks, {plan.slots} slabs of"
-        f" {gib(plan.slot_bytes)}{resident}).",
+        f"the budget is {size(budget)}, and this model needs at least {size(plan.device_bytes)}"
+        f" ({size(sizes.outside)} outside of its blocks, {plan.slots} slabs of"
+        f" {size(plan.slot_bytes)}{resident}).",
         "Raise vram_budget_gb, lower prefetch_blocks, or quantize the model first.",
     )
-
-
-def gib(size: float) -> str:
-    """Bytes as text; small sizes keep two digits that say something."""
-    if size >= GIB / 100:
-        return f"{size / GIB:.2f} GiB"
-    return f"{size / 2**20:.2f} MiB"

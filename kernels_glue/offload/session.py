@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from comfy.patcher_extension import CallbacksMP
 
+from ..report import Report, Show
 from . import report
 from .config import NODE, OffloadConfig
 from .handle import install, placed_on
+from .strategy import Strategy
 from .streaming import Streaming
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
-
-Show = Callable[[str], None]
 
 
 @dataclass
@@ -50,12 +48,12 @@ class Session:
     """The samplings of one application of the node, one after the other. Clones of the patcher share it.
 
     Args:
-        why: the chosen strategy and the reason.
+        strategy: the chosen one.
     """
 
-    def __init__(self, config: OffloadConfig, why: str, show: Show):
+    def __init__(self, config: OffloadConfig, strategy: Strategy, show: Show):
         self._config = config
-        self._why = why
+        self._strategy = strategy
         self._show = show
         self._runs: weakref.WeakKeyDictionary[BaseModel, _Run] = weakref.WeakKeyDictionary()
 
@@ -92,12 +90,15 @@ class Session:
             patcher.loaded_size(),
             run.streaming.pins.bytes,
         )
-        lines = [*report.plan_lines(plan, self._config.budget), *report.sampled_lines(sampled, plan)]
-        for line in lines:
-            logging.info("%s: %s", NODE, line)
-        for line in placed.remarks:
-            logging.warning("%s: %s", NODE, line)
-        self._show(report.assemble(lines, [self._why], placed.remarks))
+        told = Report.of(
+            NODE,
+            [report.plan_line(plan, self._config.budget)],
+            report.sampled_lines(sampled, plan),
+            [report.strategy_line(self._strategy)],
+            placed.remarks,
+        )
+        told.log()
+        self._show(told)
 
 
 def watch(patcher: ModelPatcher, session: Session) -> None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..units import size
 from .config import OffloadConfig
-from .plan import Sizes, gib
+from .plan import Sizes
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A choice, and the line that says why."""
+    """A choice, and the reason."""
 
     name: str
     why: str
-
-    @property
-    def line(self) -> str:
-        """For the report and the node."""
-        return f"strategy {self.name}: {self.why}"
 
 
 def choose(config: OffloadConfig, sizes: Sizes, dynamic: bool) -> Strategy:
@@ -30,7 +26,7 @@ def choose(config: OffloadConfig, sizes: Sizes, dynamic: bool) -> Strategy:
     if config.strategy != "auto":
         return Strategy(config.strategy, "as set on the node")
     if dynamic and config.budget is not None and sizes.total <= config.budget and config.resident_blocks < 0:
-        return Strategy("core", f"all {gib(sizes.total)} fit the budget, so there is nothing to stream")
+        return Strategy("core", f"all {size(sizes.total)} fit the budget, so there is nothing to stream")
     if dynamic:
         return Strategy("stream", "as fast as ComfyUI's dynamic VRAM, and it keeps to the budget")
     return Strategy("stream", "faster than ComfyUI's partial loading, the choice without dynamic VRAM")

@@ -12,10 +12,12 @@ import comfy.utils
 import torch
 from comfy.quant_ops import QuantizedTensor
 
+from ..applied import record_int8
 from ..attach import refuse_bound_patches, root_patcher
 from ..errors import KitchenSolError
 from ..pristine import PristineWeights, taken
 from ..probe import int8_backend, require_int8
+from ..report import Line, Report, Show
 from . import report
 from .config import NODE, QuantizeConfig
 from .convert import Int8Weight, Job, quantize_jobs
@@ -25,7 +27,7 @@ from .patcher import attach
 from .plan import Plan, make_plan, nothing_to_quantize
 from .rebuild import QUANTIZED_PARTS, build_model, int8_entries
 from .reuse import Conversion, Conversions
-from .sampling import SamplingText, Show, watch
+from .sampling import SamplingText, watch
 from .saving import make_savable
 from .survey import survey
 
@@ -39,16 +41,17 @@ _GPU_HEADROOM = 2 * 2**30
 
 
 def quantize_model(
-    source: ModelPatcher, config: QuantizeConfig, show: Show, node: Hashable = None
-) -> tuple[ModelPatcher, str]:
+    source: ModelPatcher, config: QuantizeConfig, show: Show, node: Hashable = None, keep: bool = True
+) -> tuple[ModelPatcher, Report]:
     """Returns a patcher whose linear layers are INT8 ConvRot, and the report.
 
     The source is not changed. The result is what core builds from a file with the same INT8 layers.
 
     Args:
         source: a patcher around a diffusion transformer.
-        show: puts text on the node, now and whenever the result is sampled.
+        show: puts a report on the node, now and whenever the result is sampled.
         node: identity of the calling node, which keeps one conversion of each model.
+        keep: whether a new conversion is kept for it; else it goes with the patcher.
 
     Raises:
         KitchenSolError: the model or a setting does not allow it; nothing has been changed.
@@ -57,16 +60,17 @@ def quantize_model(
     refuse_bound_patches(source, NODE, "unquantized layers")
     plan = make_plan(survey(source.model.diffusion_model), config)
     if plan.to_quantize:
-        conversion, reused = _converted(source, config, plan, node)
+        conversion, reused = _converted(source, config, plan, node, keep)
         patcher = attach(source, conversion.root)
         patcher.patches = without(patcher.patches, conversion.merged)
         merged = len(conversion.merged)
-        lines = _report(source, conversion, reused)
+        lines = _lines(source, conversion, reused)
     elif plan.int8_layers:
         patcher, merged = source.clone(), 0
-        lines = [report.headline(plan), *report.remark_lines(_without_effect(plan, config))]
+        lines = [report.result_line(plan), *report.remark_lines(_without_effect(plan, config))]
     else:
         raise KitchenSolError(NODE, nothing_to_quantize(plan), "Change layers, group_size or ignored_layers.")
+    record_int8(patcher, source, config, conversion.merged if plan.to_quantize else ())
     make_savable(patcher)
     watch(patcher, SamplingText(tuple(lines), frozenset(plan.int8_layers), merged, show))
     lora = report.lora_lines(count_patches(patcher.patches, plan.int8_layers), merged)
@@ -74,12 +78,13 @@ def quantize_model(
 
 
 def _converted(
-    source: ModelPatcher, config: QuantizeConfig, plan: Plan, node: Hashable
+    source: ModelPatcher, config: QuantizeConfig, plan: Plan, node: Hashable, keep: bool
 ) -> tuple[Conversion, bool]:
     settings = _settings(source, config)
     found = _conversions.find(source.model, settings)
     conversion = found or _convert(source, config, plan)
-    _conversions.keep(source.model, node, settings, conversion)
+    if keep:
+        _conversions.keep(source.model, node, settings, conversion)
     return conversion, found is not None
 
 
@@ -156,12 +161,12 @@ def _between_layers(progress: comfy.utils.ProgressBar) -> None:
     progress.update(1)
 
 
-def _report(source: ModelPatcher, done: Conversion, reused: bool) -> list[str]:
+def _lines(source: ModelPatcher, done: Conversion, reused: bool) -> list[Line]:
     plan = done.plan
     return [
-        report.headline(plan),
+        report.result_line(plan),
         *report.weight_lines(plan, done.bytes_before, done.bytes_after, done.seconds, done.device, reused),
-        f"INT8 kernels: {int8_backend(source.load_device)}",
+        report.kernels_line(int8_backend(source.load_device)),
         *report.kept_lines(plan.kept),
         *report.remark_lines(plan.remarks),
         *report.remark_lines(done.remarks),

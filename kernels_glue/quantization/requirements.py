@@ -35,6 +35,7 @@ NAMES = (
     "comfy.model_patcher.ModelPatcher.model_state_dict_for_saving",
     "comfy.model_patcher.ModelPatcher.remove_additional_models",
     "comfy.model_patcher.ModelPatcher.remove_callbacks_with_key",
+    "comfy.model_patcher.ModelPatcher.set_attachments",
     "comfy.ops.CastWeightBiasOp",
     "comfy.ops.mixed_precision_ops",
     "comfy.ops.pick_operations",

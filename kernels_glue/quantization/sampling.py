@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,15 @@ from comfy.patcher_extension import CallbacksMP
 from ..callbacks import set_callbacks
 from ..errors import KitchenSolError
 from ..names import MODEL_PREFIX
+from ..report import Line, Report, Show
 from .config import NODE
 from .patch_count import count_patches
 from .patcher import KEY
-from .report import assemble, lora_lines
+from .report import assemble, dequantized_line, lora_lines, recast_line
 
 if TYPE_CHECKING:
     import torch
     from comfy.model_patcher import ModelPatcher
-
-Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,13 @@ class SamplingText:
     """What a quantized patcher shows when it is sampled. Holds names and text, no modules.
 
     Attributes:
-        report: what the node reported when it ran, line by line.
+        lines: what the node reported when it ran.
         int8_layers: names of the INT8 layers below the diffusion model.
         merged: number of weights into which a LoRA was merged before quantizing.
-        show: puts text on the node.
+        show: puts a report on the node.
     """
 
-    report: tuple[str, ...]
+    lines: tuple[Line, ...]
     int8_layers: Collection[str]
     merged: int
     show: Show
@@ -43,36 +41,23 @@ class SamplingText:
     def before(self, patcher: ModelPatcher, *_: Any) -> None:
         """The model is loaded and its sampling begins."""
         refuse_bypass_lora(patcher)
-        self._tell(self._lines(patcher))
+        self._tell(self._state(patcher))
 
     def after(self, patcher: ModelPatcher, *_: Any) -> None:
         """Its sampling has ended, well or not."""
-        if after := self._lines_after(patcher):
-            self._tell(self._lines(patcher) + after)
+        layers = (patcher.model.get_submodule(MODEL_PREFIX + name) for name in self.int8_layers)
+        if dequantized := sum(map(_is_dequantized, layers)):
+            self._tell([*self._state(patcher), dequantized_line(dequantized)])
 
-    def _lines(self, patcher: ModelPatcher) -> list[str]:
+    def _state(self, patcher: ModelPatcher) -> list[Line]:
         lines = list(lora_lines(count_patches(patcher.patches, self.int8_layers), self.merged))
         if patcher.force_cast_weights:
-            lines.append(
-                "WARNING: ModelComputeDtype after this node makes ComfyUI dequantize every INT8 layer;"
-                f" put it before {NODE}"
-            )
+            lines.append(recast_line())
         return lines
 
-    def _lines_after(self, patcher: ModelPatcher) -> list[str]:
-        layers = (patcher.model.get_submodule(MODEL_PREFIX + name) for name in self.int8_layers)
-        dequantized = sum(map(_is_dequantized, layers))
-        if not dequantized:
-            return []
-        return [
-            f"note: {dequantized} INT8 layers with a LoRA did not fit into VRAM; ComfyUI dequantizes these at"
-            " every call"
-        ]
-
-    def _tell(self, lines: list[str]) -> None:
-        for line in lines:
-            logging.log(logging.WARNING if line.startswith("WARNING") else logging.INFO, "%s: %s", NODE, line)
-        self.show(assemble(self.report, lines))
+    def _tell(self, state: list[Line]) -> None:
+        Report.of(NODE, state).log()
+        self.show(assemble(self.lines, state))
 
 
 def watch(patcher: ModelPatcher, text: SamplingText) -> None:

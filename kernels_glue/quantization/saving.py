@@ -15,7 +15,7 @@ import comfy.model_patcher
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ..mixins import lay_over
+from ..mixins import lay_over, take_off
 
 _KEY = "kitchen_int8_saving"
 _RESIDENT = "comfy_patched_weights"  # core's mark of a layer whose weights are patched and in place
@@ -24,6 +24,11 @@ _RESIDENT = "comfy_patched_weights"  # core's mark of a layer whose weights are 
 def make_savable(patcher: comfy.model_patcher.ModelPatcher) -> None:
     """Gives a patcher, and every clone of it, the INT8 aware way of saving."""
     lay_over(patcher, _SavesInt8, _KEY)
+
+
+def unmake_savable(patcher: comfy.model_patcher.ModelPatcher) -> None:
+    """Undoes `make_savable` for a patcher around a model without INT8 layers."""
+    take_off(patcher, _SavesInt8, _KEY)
 
 
 class _SavesInt8:

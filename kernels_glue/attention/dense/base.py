@@ -30,9 +30,11 @@ class DenseBackend(Protocol):
 
     Attributes:
         name: as the node's `dense_backend` option spells it.
+        exact: it computes nothing in fewer bits than q, k and v have.
     """
 
     name: str
+    exact: bool
 
     def missing(self, device: torch.device) -> str:
         """Why it cannot run on this device at all, with the way out; empty if it can."""

@@ -54,6 +54,7 @@ class FaBackend:
     """
 
     name = "fa"
+    exact = True
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class KitchenInt8Backend:
     """Attention with INT8 q, k, v and probabilities, q and k rotated before."""
 
     name = "kitchen_int8"
+    exact = False
 
     def missing(self, device: torch.device) -> str:
         if device.type != "cuda":

@@ -77,6 +77,7 @@ class SageBackend:
     """8-bit attention by sageattention, with K smoothed (its mean over the keys taken off)."""
 
     name = "sage_attn"
+    exact = False
 
     def missing(self, device: torch.device) -> str:
         if device.type != "cuda":

@@ -189,7 +189,7 @@ class Child:
         config = inprocess.pack_module("kernels_glue.offload.config").OffloadConfig(
             vram_budget_gb=plan.budget, strategy=plan.policy.partition("+")[0]
         )
-        patcher, _ = apply.offload_model(self.source, config, texts.append)
+        patcher, _ = apply.offload_model(self.source, config, lambda report: texts.append(report.text))
         return patcher
 
     def _write(self, plan: RowPlan, found: Measured, texts: list[str], row: Row) -> None:

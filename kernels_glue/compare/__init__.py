@@ -1,0 +1,1 @@
+"""Compare two models step by step: what a speed option costs in fidelity, time and memory."""

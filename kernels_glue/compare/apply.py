@@ -1,0 +1,133 @@
+"""The one verb of this package: compare two models that flow through a graph, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..applied import Settings, settings_of
+from ..errors import KitchenSolError
+from .config import NODE, CompareConfig
+from .layers import int8_names
+from .outcome import Reference, broken
+from .pair import Pair, Progress, telling
+from .results import Comparison
+from .sampling import Inputs, sample, start_of
+from .search import Search
+from .settings import without_our_patches
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+__all__ = ["Inputs", "Progress", "compare"]
+
+
+def compare(
+    model: ModelPatcher,
+    reference: ModelPatcher | None,
+    inputs: Inputs,
+    config: CompareConfig,
+    progress: Progress = lambda text: None,
+    vae: Any = None,
+) -> tuple[dict[str, Any], dict[str, Any], Comparison]:
+    """Samples two models from the same noise, and compares what they do. Neither is changed.
+
+    Args:
+        reference: None is the model without the pack's nodes.
+        progress: told what is going on.
+        vae: core's VAE, by which the results are compared as images; without it, as latents.
+
+    Returns:
+        The LATENT of the model, that of the reference, and what was found.
+
+    Raises:
+        KitchenSolError: the models cannot be compared, or a node of the pack refuses one.
+    """
+    if not inputs.steps:
+        raise KitchenSolError(
+            NODE,
+            f"sigmas has {inputs.sigmas.shape[-1]} values, which is no step.",
+            "Connect a scheduler with one step or more.",
+        )
+    remarks = list(_no_difference(model, reference))
+    reference = without_our_patches(model) if reference is None else reference
+    _require_alike(model, reference, inputs)
+    names = int8_names(model.model.diffusion_model) if config.layers else ()
+    pair = Pair(inputs, progress, names, config.layers or config.recommends)
+    first, second = pair.sample_reference(reference), pair.sample_model(model)
+    result = Reference.of(first.latent, vae)
+    layers = pair.layers() if config.layers else ()
+    remarks += (*broken(first.latent, "reference"), *broken(second.latent, "model"))
+    if config.layers and not layers and not names:
+        remarks.append(
+            "no layer was looked at: the model has no INT8 layer, and no attention went through Sol or a"
+            " quantized backend of its node"
+        )
+    found = Comparison(
+        tuple(pair.scores),
+        result.score(second.latent, config.lpips != "off"),
+        second.usage,
+        first.usage,
+        layers,
+        remarks=(*remarks, *result.remarks, *pair.remarks()),
+    )
+    if config.recommends:
+        search = _search(model, reference, inputs, config, progress, result, found)
+        try:
+            found = replace(found, recommendation=search.run(found.layers, pair.sparse))
+        except KitchenSolError as error:  # two samplings are done; they are not to be lost
+            found = replace(found, remarks=(*found.remarks, f"no recommendation: {error}"))
+    return second.latent, first.latent, found
+
+
+def _search(
+    model: ModelPatcher,
+    reference: ModelPatcher,
+    inputs: Inputs,
+    config: CompareConfig,
+    progress: Progress,
+    result: Reference,
+    found: Comparison,
+) -> Search:
+    def measure(patcher: ModelPatcher, name: str) -> float:
+        sampled = sample(patcher, inputs, telling(progress, name, inputs.steps))
+        return result.score(sampled.latent, lpips=False).psnr
+
+    remarks = []
+    try:
+        base = without_our_patches(model)
+    except KitchenSolError:
+        base = reference
+        remarks.append("the trials start from the model at `reference`; they hold if it has the same LoRA")
+    if not config.layers:
+        remarks.append("no layers are proposed, because `layers` is off")
+    return Search(base, settings_of(model), config.keep_psnr, measure, found.final.psnr, remarks)
+
+
+def _no_difference(model: ModelPatcher, reference: ModelPatcher | None) -> Iterator[str]:
+    if reference is None and settings_of(model) == Settings():
+        yield "the model carries no node of this pack, so it is compared with itself"
+    elif reference is model:
+        yield "`reference` is the same model, so it is compared with itself"
+
+
+def _require_alike(model: ModelPatcher, reference: ModelPatcher, inputs: Inputs) -> None:
+    one, other = (type(patcher.model).__name__ for patcher in (model, reference))
+    if one != other:
+        raise KitchenSolError(
+            NODE,
+            f"the model is a {one} and the reference a {other}, which draw different latents.",
+            "Connect two models of one family.",
+        )
+    shapes, expected = (_shapes(start_of(patcher, inputs)) for patcher in (model, reference))
+    if shapes != expected:
+        raise KitchenSolError(
+            NODE,
+            f"the model ({one}) starts from a latent of {shapes}, the reference ({other}) from {expected}.",
+            "Connect two models of one family.",
+        )
+
+
+def _shapes(samples: Any) -> list[tuple[int, ...]]:
+    return [tuple(part.shape) for part in (samples.unbind() if samples.is_nested else [samples])]

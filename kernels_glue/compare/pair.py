@@ -1,0 +1,138 @@
+"""The two samplings of a comparison, with everything that is looked at on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..attention.evaluation import OBSERVER
+from ..quantization.report import compress
+from .layers import AttentionErrors, Int8Errors, ReferenceRows, looked_at
+from .metrics import score
+from .recommend import ranked
+from .results import LayerError, StepScore
+from .sampling import EachStep, Inputs, Sampled, sample
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+# Told what is going on, such as "reference: 3 of 20 steps"; plain text to show on the node.
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Pair:
+    """Samples the reference and then the model, once.
+
+    Attributes:
+        names: of the INT8 layers whose error is wanted.
+        attention: whether that of attention is.
+        scores: of the steps that both took.
+    """
+
+    inputs: Inputs
+    progress: Progress
+    names: Collection[str]
+    attention: bool
+    scores: list[StepScore] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        steps = looked_at(self.inputs.steps)
+        self._path: list[tuple[Any, Any]] = []
+        self._rows = ReferenceRows(self.names, steps)
+        self._int8: tuple[LayerError, ...] = ()
+        self._attention = AttentionErrors(steps)
+        self._steps = [0, 0]
+
+    def sample_reference(self, reference: ModelPatcher) -> Sampled:
+        """The first sampling."""
+
+        def each_step(step: int, sigma: float, denoised: Any, latent: Any) -> None:
+            self._path.append((denoised, latent))
+            self._rows.advance()
+
+        with ExitStack() as watching:
+            if self.names:
+                watching.enter_context(self._rows.watching(reference.model.diffusion_model))
+            sampled = sample(reference, self.inputs, self._telling("reference", each_step))
+        self._steps[0] = sampled.steps
+        # What is kept for the comparison is none of the model's.
+        host = sampled.usage.host_bytes - sum(map(_bytes, self._kept()))
+        return replace(sampled, usage=replace(sampled.usage, host_bytes=max(0, host)))
+
+    def sample_model(self, model: ModelPatcher) -> Sampled:
+        """The second sampling, which is compared with the first one step by step."""
+        int8 = Int8Errors(self._rows.found, model.load_device)
+        options = {OBSERVER: self._attention} if self.attention else {}
+        with ExitStack() as watching:
+            if self._rows.found:
+                watching.enter_context(int8.watching(model.model.diffusion_model))
+            sampled = sample(model, self.inputs, self._telling("model", self._compare), options)
+        self._steps[1] = sampled.steps
+        self._int8 = int8.errors()
+        self._path.clear()
+        self._rows.found.clear()
+        return sampled
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any attention of the model was sparse; known where attention is looked at."""
+        return self._attention.sparse > 0
+
+    def layers(self) -> tuple[LayerError, ...]:
+        """The errors of all layers that were looked at, those that stand out most among their kind first."""
+        return ranked((*self._int8, *self._attention.errors()))
+
+    def remarks(self) -> Iterator[str]:
+        """What was not compared."""
+        first, second = self._steps
+        if first != second:
+            least = min(first, second)
+            yield (
+                f"the sampler took {second} steps for the model and {first} for the reference; the first"
+                f" {least} are compared"
+            )
+        elif not first:
+            yield "the sampler tells nothing of its steps, so only the results are compared"
+        missed = set(self.names) - {layer.name for layer in self._int8}
+        if missed:
+            names = ", ".join(compress([name for name in self.names if name in missed]))
+            yield (
+                f"{len(missed)} INT8 layers were not looked at, because the reference has them quantized too"
+                f" or does not call them: {names}"
+            )
+
+    def _kept(self) -> Iterator[Any]:
+        for pair in self._path:
+            yield from pair
+        for rows in self._rows.found.values():
+            yield from (*rows.inputs, *rows.outputs)
+
+    def _compare(self, step: int, sigma: float, denoised: Any, latent: Any) -> None:
+        self._attention.advance()
+        if step < len(self._path):
+            expected, start = self._path[step]
+            self._path[step] = (None, None)  # it is not needed again
+            self.scores.append(StepScore(step, sigma, score(denoised, expected), score(latent, start)))
+
+    def _telling(self, who: str, each_step: EachStep) -> EachStep:
+        return telling(self.progress, who, self.inputs.steps, each_step)
+
+
+def _bytes(samples: Any) -> int:
+    parts = samples.unbind() if getattr(samples, "is_nested", False) else [samples]
+    return sum(part.nbytes for part in parts)
+
+
+def telling(progress: Progress, who: str, steps: int, each_step: EachStep | None = None) -> EachStep:
+    """Says how far a sampling has come."""
+    progress(f"{who}: 0 of {steps} steps")
+
+    def told(step: int, *values: Any) -> None:
+        if each_step is not None:
+            each_step(step, *values)
+        progress(f"{who}: {step + 1} of {steps} steps")
+
+    return told

@@ -1,0 +1,143 @@
+"""What a comparison finds, as plain values. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Score:
+    """How close a tensor is to the reference's.
+
+    Attributes:
+        psnr: dB; the peak is the range (largest less smallest value) of the reference tensor, for images 1.
+            Infinite for equal tensors.
+        cosine: of the two tensors as vectors, 1 for the same direction.
+        relative_l2: ||model - reference|| / ||reference||.
+    """
+
+    psnr: float
+    cosine: float
+    relative_l2: float
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """One step of the sampler, as both models went through it from the same noise.
+
+    Attributes:
+        step: from 0.
+        sigma: at its beginning.
+        denoised: of the prediction of the clean latent.
+        latent: of the noisy latent that the step starts from.
+    """
+
+    step: int
+    sigma: float
+    denoised: Score
+    latent: Score
+
+
+@dataclass(frozen=True)
+class FinalScore:
+    """The two results.
+
+    Attributes:
+        psnr: dB, peak as in Score.
+        ssim: structural similarity (scikit-image), mean over frames.
+        lpips: perceptual distance (package lpips), mean over frames; None where it was not computed.
+        images: whether decoded images were compared, else latents.
+        remarks: what could not be computed and why, and what was sampled.
+    """
+
+    psnr: float
+    ssim: float
+    lpips: float | None
+    images: bool
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one model took.
+
+    Attributes:
+        seconds_per_step: median over the steps after the first; of the only one where there is one.
+        first_step_seconds: of the first step.
+        peak_device_bytes: largest use of the device while it was sampled; None on a CPU.
+        host_bytes: growth of the process' resident memory from before it was loaded to its largest while
+            it was sampled.
+        weight_bytes: of all its weights.
+    """
+
+    seconds_per_step: float
+    first_step_seconds: float
+    peak_device_bytes: int | None
+    host_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far one layer is from the reference on the same inputs.
+
+    Attributes:
+        name: dotted name below the diffusion model as `ignored_layers` takes it, or for attention the number
+            of the layer as `dense_layers` takes it.
+        kind: "int8"; "attention" for sparse attention; "dense attention" for a quantized dense backend, which
+            stays quantized in a layer of `dense_layers`.
+        error: relative L2 error of its output, mean over what was looked at.
+        calls: how many calls were looked at.
+    """
+
+    name: str
+    kind: str
+    error: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One sampling with other settings, made for a recommendation.
+
+    Attributes:
+        tau: of Sol, None where the model has no Sol.
+        ignored_layers: the complete text for that input, None where the model is not quantized.
+        dense_layers: the complete text for that input, None where the model has no Sol.
+        psnr: of its result, as FinalScore.psnr.
+    """
+
+    tau: float | None
+    ignored_layers: str | None
+    dense_layers: str | None
+    psnr: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Settings to paste into the nodes, and what was measured with them.
+
+    Attributes:
+        limit: dB that the user asked to keep.
+        trials: every sampling made for it, in order.
+        chosen: the trial to take over; None where no setting that was tried keeps the limit.
+        remarks: what limits its meaning.
+    """
+
+    limit: float
+    trials: tuple[Trial, ...]
+    chosen: Trial | None
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that one run of the node finds."""
+
+    steps: tuple[StepScore, ...]
+    final: FinalScore
+    model: Usage
+    reference: Usage
+    layers: tuple[LayerError, ...] = ()
+    recommendation: Recommendation | None = None
+    remarks: tuple[str, ...] = ()

@@ -1,0 +1,140 @@
+"""Samples one model through core, as its node SamplerCustom does, and looks at every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import comfy.sample
+import comfy.utils
+import latent_preview
+import torch
+
+from .meter import Meter
+from .results import Usage
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+# Told of each step when its prediction is known: (step, sigma, denoised, latent). The tensors are on the CPU
+# and nobody else's; those of audio-video models are core's NestedTensor.
+EachStep = Callable[[int, float, Any, Any], None]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What both models are sampled with, as core's SamplerCustom takes it.
+
+    Attributes:
+        noise_seed: of the noise that both start from.
+        latent_image: core's LATENT dict.
+    """
+
+    noise_seed: int
+    cfg: float
+    positive: Any
+    negative: Any
+    sampler: Any
+    sigmas: torch.Tensor
+    latent_image: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the schedule."""
+        return max(0, self.sigmas.shape[-1] - 1)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampling.
+
+    Attributes:
+        latent: core's LATENT dict, as SamplerCustom returns it.
+        steps: how often the sampler told of a step.
+    """
+
+    latent: dict[str, Any]
+    usage: Usage
+    steps: int
+
+
+def start_of(model: ModelPatcher, inputs: Inputs) -> Any:
+    """The latent that a model starts from: an empty one gets the number of channels that it wants."""
+    latent = inputs.latent_image
+    return comfy.sample.fix_empty_latent_channels(
+        model,
+        latent["samples"],
+        latent.get("downscale_ratio_spacial"),
+        latent.get("downscale_ratio_temporal"),
+    )
+
+
+def sample(
+    model: ModelPatcher,
+    inputs: Inputs,
+    each_step: EachStep | None = None,
+    options: dict[str, Any] | None = None,
+) -> Sampled:
+    """Samples a model with the bits that core's node gives.
+
+    Args:
+        each_step: is told of each step; its own time is not counted.
+        options: go into `transformer_options` of this sampling alone.
+    """
+    latent = dict(inputs.latent_image)
+    start = latent["samples"] = start_of(model, inputs)
+    noise = comfy.sample.prepare_noise(start, inputs.noise_seed, latent.get("batch_index"))
+    preview = latent_preview.prepare_callback(model, inputs.steps)
+    meter = Meter(model)
+    seen = 0
+
+    def callback(step: int, denoised: Any, x: Any, total: int) -> None:
+        nonlocal seen
+        meter.step()
+        if each_step is not None:
+            # Samplers that adapt their steps tell of more than the schedule has.
+            sigma = float(inputs.sigmas[min(seen, len(inputs.sigmas) - 1)])
+            each_step(seen, sigma, _kept(denoised), _kept(x))
+        seen += 1
+        preview(step, denoised, x, total)
+        meter.resume()
+
+    samples = comfy.sample.sample_custom(
+        model,
+        noise,
+        inputs.cfg,
+        _beginning(inputs.sampler, meter.begin, options or {}),
+        inputs.sigmas,
+        inputs.positive,
+        inputs.negative,
+        start,
+        noise_mask=latent.get("noise_mask"),
+        callback=callback,
+        disable_pbar=not comfy.utils.PROGRESS_BAR_ENABLED,
+        seed=inputs.noise_seed,
+    )
+    for name in ("downscale_ratio_spacial", "downscale_ratio_temporal"):
+        latent.pop(name, None)
+    latent["samples"] = samples
+    return Sampled(latent, meter.usage(), seen)
+
+
+def _beginning(sampler: Any, begin: Callable[[], None], options: dict[str, Any]) -> Any:
+    """A copy of a sampler object that says when it begins, which is after the model was loaded."""
+    telling = copy.copy(sampler)
+
+    def begun(model_wrap: Any, sigmas: Any, extra_args: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # Core makes these options anew for each sampling.
+        extra_args["model_options"].setdefault("transformer_options", {}).update(options)
+        begin()
+        return sampler.sample(model_wrap, sigmas, extra_args, *args, **kwargs)
+
+    telling.sample = begun
+    return telling
+
+
+def _kept(x: Any) -> Any:
+    """A copy on the CPU: some samplers go on to write into their tensors."""
+    return x.to("cpu", copy=True)
