@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""One entry to everything a developer runs: demo, test, serve and bench.
+"""One entry to everything a developer runs: demo, test, serve, bench and train.
 
     python tools/dev.py demo
     python tools/dev.py test [--quick] [--gpu] [pytest arguments...]
     python tools/dev.py serve [ComfyUI arguments...]
     python tools/dev.py bench [name] [arguments...]
+    python tools/dev.py train --out FILE [arguments...]
 
 Options that every command takes, before or after its name (what follows a lone ``--`` is passed on as is):
 

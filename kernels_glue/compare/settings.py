@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,11 @@ from ..quantization import patcher as int8
 from ..quantization import saving
 from ..quantization.apply import quantize_model
 from ..quantization.config import QuantizeConfig
+from ..report import Show
 from .config import NODE
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-Show = Callable[[str], None]
 
 # What ModelPatcher.clone sets from the model that it clones; everything else is what nodes did to it.
 _OF_THE_MODEL = frozenset(
@@ -74,7 +73,7 @@ def without_our_patches(patcher: ModelPatcher) -> ModelPatcher:
 
 
 def apply_settings(
-    reference: ModelPatcher, settings: Settings, show: Show = lambda text: None
+    reference: ModelPatcher, settings: Settings, show: Show = lambda report: None
 ) -> ModelPatcher:
     """Applies the pack's nodes to a patcher: INT8, Sol, Offload, whichever the settings have.
 

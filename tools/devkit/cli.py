@@ -93,9 +93,16 @@ def _bench(options: Options, arguments: Sequence[str]) -> int:
     return processes.call(command, cwd=ROOT, env=environment.variables())
 
 
+def _train(options: Options, arguments: Sequence[str]) -> int:
+    environment = prepare(options)
+    command = [*environment.script("train_demo_model"), *arguments]
+    return processes.call(command, cwd=ROOT, env=environment.variables())
+
+
 _COMMANDS: dict[str, Callable[[Options, Sequence[str]], int]] = {
     "demo": _demo,
     "test": _test,
     "serve": _serve,
     "bench": _bench,
+    "train": _train,
 }

@@ -66,10 +66,12 @@ class StackedMuon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """The nearly orthogonal matrices next to [N, rows, columns], in their dtype, by Newton-Schulz in bf16."""
+    """The nearly orthogonal matrices next to [N, rows, columns], by Newton-Schulz (on a GPU in bf16)."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if tall else matrices).bfloat16()
+    x = matrices.mT if tall else matrices
+    if x.is_cuda:  # a CPU has no fast bf16
+        x = x.bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT

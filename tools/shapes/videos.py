@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import torch
 from comfyui.testnodes.shapes import COLOURS, ROWS, SHAPES, Thing, embed
 
-RADIUS = (0.30, 0.42)
+RADIUS = (0.36, 0.48)  # of an object alone
+RADIUS_OF_TWO = (0.26, 0.34)
 SPEED = (0.05, 0.16)
-TURN = (0.10, 0.35)
+TURN = (0.05, 0.25)
 # The circumscribed circle of each shape in radii, so that their areas are more alike.
 _REACH = (0.80, 1.00, 1.10)
 _SIDES = (0, 4, 3)
 _SUBSTEPS = 4
 _UNCAPTIONED = 0.1  # part of the videos whose caption is left out, for classifier-free guidance
-_TWO = 0.4  # part of the videos with two objects
-_CANDIDATES = 8
+_TWO = 0.3  # part of the videos with two objects
+_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def draw_scenes(count: int, generator: torch.Generator) -> Scenes:
     further = torch.randint(1, len(COLOURS), (count, 1), generator=generator)
     present = torch.ones(count, ROWS)
     present[:, 1] = torch.rand(count, generator=generator) < _TWO
-    radius = uniform(*RADIUS, ROWS)
+    alone = present[:, 1:] == 0
+    radius = torch.where(alone, uniform(*RADIUS, ROWS), uniform(*RADIUS_OF_TWO, ROWS))
     heading = uniform(0, 2 * math.pi, ROWS)
     speed = uniform(*SPEED, ROWS)
     grey, tint = uniform(0.15, 0.85, 2, 1), uniform(-0.07, 0.07, 2, 3)
