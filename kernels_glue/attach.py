@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-def refuse_bound_patches(source: ModelPatcher, node: str, layers: str) -> None:
+def refuse_bound_patches(source: ModelPatcher, node: str, layers: str, remedy: str = "") -> None:
     """Refuses a source with patches that hold its own layers.
 
     They would go on working on the layers of the old model, without a word, and keep them in memory.
@@ -23,12 +23,15 @@ def refuse_bound_patches(source: ModelPatcher, node: str, layers: str) -> None:
     Args:
         node: display name of the node that refuses.
         layers: what the layers of the old model are, such as "unquantized layers".
+        remedy: what to do about it; by default to put the node before the one that set the patch.
     """
     bound = next(_bound_patches(source), None)
     if bound is not None:
         what, other = bound
         raise KitchenSolError(
-            node, f"the input model carries {what}, bound to its {layers}.", f"Put this node before {other}."
+            node,
+            f"the input model carries {what}, bound to its {layers}.",
+            remedy or f"Put this node before {other}.",
         )
 
 

@@ -73,6 +73,17 @@ def test_folders_and_dates_are_understood(output: Path) -> None:
     assert names(output) == sorted(written)
 
 
+def test_names_are_below_the_folder_whatever_links_lead_there(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import folder_paths
+
+    (tmp_path / "link").symlink_to(output)
+    monkeypatch.setattr(folder_paths, "output_directory", str(tmp_path / "link"))
+    assert files.write_files(str(output / "sub" / "a"), steps(40.0), "{}")[0] == "sub/a_00001_.csv"
+    assert files.write_files("sub/a", steps(40.0), "{}")[0] == "sub/a_00002_.csv"
+
+
 def test_files_are_as_readable_as_others(output: Path) -> None:
     files.write_files("a", steps(40.0), "{}")
     (output / "other").touch()
@@ -129,16 +140,17 @@ def test_the_json_is_the_report_and_the_report_names_the_files(output: Path) -> 
     assert "written" not in present.present(comparison(), "")[0].text
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), Exception("core refuses")])
 def test_results_are_not_lost_where_they_cannot_be_written(
-    output: Path, monkeypatch: pytest.MonkeyPatch
+    output: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(*args: object) -> None:
-        raise PermissionError(13, "Permission denied")
+        raise error
 
     monkeypatch.setattr(os, "replace", refuse)
     report, _ = present.present(comparison(), "a")
     assert report.shown[0] == "PSNR 31.23 dB, SSIM 0.9877 (latents)"
-    assert report.shown[1].startswith("WARNING: the files were not written (PermissionError: ")
+    assert report.shown[1].startswith(f"WARNING: the files were not written ({type(error).__name__}: ")
     assert names(output) == []
 
 

@@ -275,6 +275,14 @@ def test_looking_changes_no_bits(comfy: ModuleType, tiny: MakeTiny) -> None:
         assert torch.equal(comfy.flatten_latent(one["samples"]), comfy.flatten_latent(other["samples"]))
 
 
+def test_a_reference_whose_part_of_that_name_is_no_linear_layer() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.LayerNorm(4), "b": torch.nn.Linear(4, 4)})
+    rows = layers.ReferenceRows(("a", "b", "c"), {0})
+    with rows.watching(model):
+        model["b"](model["a"](torch.ones(3, 4)))
+    assert set(rows.found) == {"b"}
+
+
 # --- decisions -----------------------------------------------------------------------------------
 
 

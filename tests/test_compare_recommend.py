@@ -163,6 +163,9 @@ def test_a_layer_that_int8_hurts(comfy: ModuleType, tiny: MakeTiny, tmp_path: Pa
     assert before.psnr == first.final.psnr < 45 < tried.psnr
     assert proposed.chosen == tried and tried.ignored_layers == f"blocks.9 # none\n{name}"
     assert tried.tau is None and tried.dense_layers is None
+    # Where the limit is kept already, the layer is not made slower.
+    *_, enough = compare(int8, None, given, layers=True, keep_psnr=1)
+    assert enough.recommendation.chosen == before and len(enough.recommendation.trials) == 1
     # The user takes it over and runs again.
     again = quantize(comfy, source, ignored_layers=tried.ignored_layers)[0]
     assert name not in int8_layers(again)
@@ -208,7 +211,12 @@ def test_the_largest_tau(comfy: ModuleType, tiny: MakeTiny, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("inference")
-def test_a_limit_that_nothing_keeps(comfy: ModuleType, tiny: MakeTiny) -> None:
+def test_a_limit_that_nothing_keeps(
+    comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = inprocess.pack_module("kernels_glue.compare.metrics")
+    real, scored = metrics.structural_similarity, []
+    monkeypatch.setattr(metrics, "structural_similarity", lambda *args: scored.append(1) or real(*args))
     model = tiny("wan")
     source = comfy.load_unet(model.path)
     given = inputs(comfy, model, steps=1)
@@ -216,6 +224,7 @@ def test_a_limit_that_nothing_keeps(comfy: ModuleType, tiny: MakeTiny) -> None:
     *_, found = compare(patched, None, given, keep_psnr=100.0)
     proposed = found.recommendation
     assert proposed.chosen is None and len(proposed.trials) > 3
+    assert len(scored) == 1  # of many frames it takes longer than the sampling, and a trial needs none
     best = max(trial.psnr for trial in proposed.trials)
     assert f"no setting that was tried keeps it; the best has {best:.2f} dB" in proposed.remarks
 
@@ -255,21 +264,61 @@ def test_trials_with_the_source_gone_start_from_the_reference(comfy: ModuleType,
 
 
 @pytest.mark.usefixtures("inference")
-def test_a_node_that_refuses_costs_the_recommendation_alone(
+def test_a_reference_with_nodes_of_its_own_lends_trials_none_of_them(
     comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    applied = inprocess.pack_module("kernels_glue.applied")
+    search = inprocess.pack_module("kernels_glue.compare.search").Search
+    bases: list[Any] = []
+    monkeypatch.setattr(search, "run", lambda self, *_: bases.append(self.base))
+    model = tiny("wan")
+    int8 = quantize(comfy, comfy.load_unet(model.path))[0]
+    source = comfy.load_unet(model.path)
+    reference = quantize(comfy, patch(comfy, source, min_tokens=1)[0], ignored_layers="blocks.0")[0]
+    given = inputs(comfy, model, steps=1)
+    compare(int8, reference, given, keep_psnr=30.0)
+    [base] = bases
+    assert applied.settings_of(base) == applied.Settings() and base.model is source.model
+    # Where there is no such model, what was sampled is not lost.
+    del source, base
+    bases.clear()
+    reference = quantize(comfy, comfy.load_unet(model.path), ignored_layers="blocks.0")[0]
+    *_, found = compare(int8, reference, given, keep_psnr=30.0)
+    assert found.recommendation is None and found.final.psnr > 30
+    assert found.remarks[-1].startswith("no recommendation: Kitchen Compare Models: the model before it")
+
+
+REFUSED = inprocess.pack_module("kernels_glue.errors").KitchenSolError("Node", "tau is odd.", "Take another.")
+
+
+@pytest.mark.usefixtures("inference")
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (REFUSED, "Node: tau is odd. Take another."),
+        (torch.cuda.OutOfMemoryError("no room\nfor it"), "OutOfMemoryError: no room"),
+        (RuntimeError("a bug"), None),
+    ],
+)
+def test_what_stops_a_trial_costs_the_recommendation_alone(
+    comfy: ModuleType, tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch, error: Exception, why: str | None
+) -> None:
     search = inprocess.pack_module("kernels_glue.compare.search")
-    errors = inprocess.pack_module("kernels_glue.errors")
 
-    def refuse(*_: Any) -> None:
-        raise errors.KitchenSolError("Sol Attention Patch", "tau is odd.", "Take another.")
+    def stop(*_: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(search, "apply_settings", refuse)
+    monkeypatch.setattr(search, "apply_settings", stop)
     model = tiny("wan")
     patched = patch(comfy, source := comfy.load_unet(model.path), dense_steps=0, min_tokens=1)[0]
-    *_, found = compare(patched, source, inputs(comfy, model, steps=1), keep_psnr=30.0)
+    given = inputs(comfy, model, steps=1)
+    if why is None:  # what nobody expects is not hidden
+        with pytest.raises(RuntimeError, match="a bug"):
+            compare(patched, source, given, keep_psnr=30.0)
+        return
+    *_, found = compare(patched, source, given, keep_psnr=30.0)
     assert found.recommendation is None and found.final.psnr > 30
-    assert found.remarks == ("no recommendation: Sol Attention Patch: tau is odd. Take another.",)
+    assert found.remarks == (f"no recommendation: {why}",)
 
 
 @pytest.mark.usefixtures("inference")
@@ -280,7 +329,7 @@ def test_no_model_of_a_trial_stays(comfy: ModuleType, tiny: MakeTiny, tmp_path: 
 
     def count() -> int:
         gc.collect()
-        return sum(isinstance(found, BaseModel) for found in gc.get_objects())
+        return sum(issubclass(type(found), BaseModel) for found in gc.get_objects())
 
     model, _ = with_outlier(tiny("wan"), tmp_path)
     source = comfy.load_unet(model.path)

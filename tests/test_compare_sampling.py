@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("inference")
 MakeTiny = Callable[..., TinyModel]
 
 sampling = inprocess.pack_module("kernels_glue.compare.sampling")
+meter = inprocess.pack_module("kernels_glue.compare.meter")
 
 
 def by_hand(comfy: ModuleType, patcher: Any, given: Any) -> torch.Tensor:
@@ -169,6 +170,67 @@ def test_nothing_stays_on_the_inputs(comfy: ModuleType, tiny: MakeTiny) -> None:
     assert repr(state()) == repr(before)
 
 
+def test_samplers_that_write_into_what_they_told_of(comfy: ModuleType, tiny: MakeTiny) -> None:
+    from comfy.samplers import KSAMPLER
+
+    model = tiny("wan")
+    source = comfy.load_unet(model.path)
+
+    def writes(run: Any, x: Any, sigmas: Any, extra_args: Any, callback: Any, disable: Any) -> Any:
+        for i in range(2):
+            out = run(x, sigmas[i : i + 1], **extra_args)
+            callback({"i": i, "x": x, "denoised": out})
+            x.add_(1)
+            out.zero_()
+        return x
+
+    *_, found = compare(source, source.clone(), inputs(comfy, model, sampler=KSAMPLER(writes)))
+    scores = [score for step in found.steps for score in (step.denoised, step.latent)]
+    assert [(score.psnr, score.cosine) for score in scores] == [(float("inf"), 1.0)] * 4
+
+
+# --- time ------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A patcher on the CPU whose step 0, 1, ... takes so many seconds, and twice as long in between."""
+
+    load_device = torch.device("cpu")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float):
+        self.now, self.seconds = 0.0, seconds
+        monkeypatch.setattr(meter.time, "perf_counter", lambda: self.now)
+
+    def model_size(self) -> int:
+        return 0
+
+    def usage(self, disturbed: set[int]) -> Any:
+        made = meter.Meter(self, disturbed)
+        made.begin()
+        for seconds in self.seconds:
+            self.now += seconds
+            made.step()
+            self.now += 2 * seconds
+            made.resume()
+        return made.usage()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "disturbed", "expected"),
+    [
+        ((9.0, 1.0, 2.0, 4.0), set(), 2.0),
+        ((9.0, 1.0, 5.0, 4.0), {0, 2, 3}, 1.0),  # where layers were looked at
+        ((9.0, 1.0, 3.0), {0, 1, 2}, 2.0),  # there is no other
+        ((9.0,), {0}, 9.0),
+    ],
+)
+def test_a_step_takes(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], disturbed: set[int], expected: float
+) -> None:
+    usage = Clock(monkeypatch, *seconds).usage(disturbed)
+    assert (usage.seconds_per_step, usage.first_step_seconds) == (expected, seconds[0])
+
+
 # --- what cannot be compared ---------------------------------------------------------------------
 
 
@@ -202,11 +264,12 @@ def test_numbers_that_are_none(comfy: ModuleType, tiny: MakeTiny) -> None:
 class Decoder:
     """A VAE: the first three channels of a latent, as images."""
 
-    def __init__(self, error: str = ""):
-        self.error = error
+    def __init__(self, error: str = "", good: int = 0):
+        self.error, self.good = error, good
 
     def decode(self, samples: torch.Tensor) -> torch.Tensor:
-        if self.error:
+        self.good -= 1
+        if self.error and self.good < 0:
             raise RuntimeError(self.error)
         return samples[:, :3].movedim(1, -1).sigmoid()
 
@@ -220,11 +283,13 @@ def test_images(comfy: ModuleType, tiny: MakeTiny) -> None:
     one, other = (Decoder().decode(x["samples"]).double() for x in (latent, reference))
     assert found.final.images
     assert found.final.psnr == pytest.approx(-10 * ((one - other) ** 2).mean().log10().item(), abs=1e-3)
-    *_, found = compare(int8, source, inputs(comfy, model), vae=Decoder("no such channels"))
-    assert not found.final.images
-    assert found.remarks == (
-        "the VAE cannot decode this latent, so latents are compared (RuntimeError: no such channels)",
-    )
+    for good in (0, 1):  # the first result, or the second
+        vae = Decoder("no such channels", good)
+        *_, found = compare(int8, source, inputs(comfy, model), vae=vae)
+        assert not found.final.images
+        assert found.remarks == (
+            "the VAE cannot decode the results, so latents are compared (RuntimeError: no such channels)",
+        )
 
 
 def test_samplers_that_adapt_their_steps(comfy: ModuleType, tiny: MakeTiny) -> None:

@@ -12,6 +12,7 @@ from comfyui import inprocess
 from comfyui.builders import TinyModel
 
 report = inprocess.pack_module("kernels_glue.quantization.report")
+names_glue = inprocess.pack_module("kernels_glue.names")
 plan = inprocess.pack_module("kernels_glue.quantization.plan")
 PatchCount = inprocess.pack_module("kernels_glue.quantization.patch_count").PatchCount
 count_patches = inprocess.pack_module("kernels_glue.quantization.patch_count").count_patches
@@ -61,16 +62,16 @@ def listed(text: str) -> dict[str, list[str]]:
     ],
 )
 def test_compressed_names_expand_to_the_same_names(names: list[str]) -> None:
-    expanded = [name for entry in report.compress(names) for name in expand(entry)]
+    expanded = [name for entry in names_glue.compress(names) for name in expand(entry)]
     assert sorted(expanded) == sorted(names)
 
 
 def test_compress_is_short() -> None:
-    assert report.compress(f"blocks.{i}.mlp.fc1" for i in range(50)) == ["blocks.[0-49].mlp.fc1"]
-    assert report.compress(f"b.{i}.a" for i in (0, 1, 2, 5)) == ["b.[0-2,5].a"]
-    assert report.compress(["b.3.a"]) == ["b.3.a"]
+    assert names_glue.compress(f"blocks.{i}.mlp.fc1" for i in range(50)) == ["blocks.[0-49].mlp.fc1"]
+    assert names_glue.compress(f"b.{i}.a" for i in (0, 1, 2, 5)) == ["b.[0-2,5].a"]
+    assert names_glue.compress(["b.3.a"]) == ["b.3.a"]
     # The number of a block only: what follows it names another layer.
-    assert report.compress(["b.0.ffn.0", "b.0.ffn.2"]) == ["b.0.ffn.0", "b.0.ffn.2"]
+    assert names_glue.compress(["b.0.ffn.0", "b.0.ffn.2"]) == ["b.0.ffn.0", "b.0.ffn.2"]
 
 
 def test_kept_lines_list_each_layer_under_its_reason() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.samplers
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..applied import record_sol
 from ..blocks import main_lists
 from ..errors import KitchenSolError
+from ..failures import first_line
 from ..figures import no_drawing
 from ..report import Line, Report, Show
 from . import report
@@ -17,14 +18,13 @@ from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .devices import sm_of
 from .drawing import draw_schedule
-from .failures import first_line
 from .layers import gives_block_index, parse_layers, takes_block_replacements
 from .layouts import layout_for
 from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for
 from .providers.base import Provider
 from .routing import Router
-from .sampling import OVERRIDE, Model, Session, watch
+from .sampling import OVERRIDE, Model, Session, unwatch, watch
 from .schedule import Schedule, make_schedule
 from .sinks import sink_rule
 from .sol import SolOptions
@@ -93,6 +93,18 @@ def patch_attention(
         report.missing_lines(absent),
     )
     return patcher, said, image
+
+
+def remove_attention(patcher: ModelPatcher) -> None:
+    """Takes all that `patch_attention` gave a patcher off again, in place; an earlier override is back."""
+    options: dict[str, Any] = patcher.model_options.get("transformer_options", {})
+    override = options.get(OVERRIDE)
+    if isinstance(override, SolOverride):
+        if override.earlier is None:
+            del options[OVERRIDE]
+        else:
+            options[OVERRIDE] = override.earlier
+    unwatch(patcher)
 
 
 def _providers(config: SolConfig, device: torch.device) -> tuple[list[Provider], dict[str, str]]:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from ..errors import KitchenSolError
+from ..failures import first_line, is_out_of_memory
 from .call import AttentionCall, as_plain, read_call
 from .config import NODE, SolConfig
 from .dense import BACKENDS
 from .dense.base import DenseBackend
 from .devices import sm_of
 from .evaluation import Evaluation, Observer
-from .failures import first_line, is_out_of_memory
 from .providers import kv_splits_for
 from .providers.base import Provider
 from .routing import Reason, Router, why_dense

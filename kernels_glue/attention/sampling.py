@@ -202,6 +202,12 @@ def watch(patcher: ModelPatcher, session: Session, override: SolOverride) -> Non
         CallbacksMP.ON_PREPARE_STATE: session.prepare,
         CallbacksMP.ON_CLEANUP: session.end,
     }
+    unwatch(patcher)
     set_callbacks(patcher, KEY, callbacks)
-    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, partial(session.apply_model, override))
+
+
+def unwatch(patcher: ModelPatcher) -> None:
+    """Takes a session off a patcher, if there is one."""
+    set_callbacks(patcher, KEY, {})
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)

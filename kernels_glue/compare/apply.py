@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..applied import Settings, settings_of
 from ..errors import KitchenSolError
+from ..failures import first_line, is_out_of_memory
 from .config import NODE, CompareConfig
 from .layers import int8_names
-from .outcome import Reference, broken
+from .metrics import streams
+from .outcome import Reference, broken, results_of
 from .pair import Pair, Progress, telling
 from .results import Comparison
 from .sampling import Inputs, sample, start_of
@@ -56,7 +58,7 @@ def compare(
     names = int8_names(model.model.diffusion_model) if config.layers else ()
     pair = Pair(inputs, progress, names, config.layers or config.recommends)
     first, second = pair.sample_reference(reference), pair.sample_model(model)
-    result = Reference.of(first.latent, vae)
+    result, other = results_of(first.latent, second.latent, vae)
     layers = pair.layers() if config.layers else ()
     remarks += (*broken(first.latent, "reference"), *broken(second.latent, "model"))
     if config.layers and not layers and not names:
@@ -66,18 +68,21 @@ def compare(
         )
     found = Comparison(
         tuple(pair.scores),
-        result.score(second.latent, config.lpips != "off"),
+        result.score(other, config.lpips != "off"),
         second.usage,
         first.usage,
         layers,
         remarks=(*remarks, *result.remarks, *pair.remarks()),
     )
     if config.recommends:
-        search = _search(model, reference, inputs, config, progress, result, found)
         try:
+            search = _search(model, reference, inputs, config, progress, result, found)
             found = replace(found, recommendation=search.run(found.layers, pair.sparse))
-        except KitchenSolError as error:  # two samplings are done; they are not to be lost
-            found = replace(found, remarks=(*found.remarks, f"no recommendation: {error}"))
+        except (KitchenSolError, RuntimeError) as error:  # two samplings are done; they are not to be lost
+            if not (refused := isinstance(error, KitchenSolError)) and not is_out_of_memory(error):
+                raise
+            why = str(error) if refused else first_line(error)
+            found = replace(found, remarks=(*found.remarks, f"no recommendation: {why}"))
     return second.latent, first.latent, found
 
 
@@ -92,13 +97,13 @@ def _search(
 ) -> Search:
     def measure(patcher: ModelPatcher, name: str) -> float:
         sampled = sample(patcher, inputs, telling(progress, name, inputs.steps))
-        return result.score(sampled.latent, lpips=False).psnr
+        return result.psnr(sampled.latent)
 
     remarks = []
     try:
         base = without_our_patches(model)
     except KitchenSolError:
-        base = reference
+        base = without_our_patches(reference)
         remarks.append("the trials start from the model at `reference`; they hold if it has the same LoRA")
     if not config.layers:
         remarks.append("no layers are proposed, because `layers` is off")
@@ -130,4 +135,4 @@ def _require_alike(model: ModelPatcher, reference: ModelPatcher, inputs: Inputs)
 
 
 def _shapes(samples: Any) -> list[tuple[int, ...]]:
-    return [tuple(part.shape) for part in (samples.unbind() if samples.is_nested else [samples])]
+    return [tuple(part.shape) for part in streams(samples)]

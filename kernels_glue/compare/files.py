@@ -68,11 +68,13 @@ def write_files(prefix: str, steps: Sequence[StepScore], everything: str) -> tup
         return ()
     output = folder_paths.get_output_directory()
     folder, name, counter, _, _ = folder_paths.get_save_image_path(prefix, output)
+    # Either of them may lead through a link that the other one does not take.
+    below = Path(os.path.realpath(folder)).relative_to(os.path.realpath(output))
     paths = []
     for suffix, content in ((".csv", table(steps)), (".json", everything)):
         path = Path(folder) / f"{name}_{counter:05}_{suffix}"
         _write_whole(path, content)
-        paths.append(path.relative_to(output).as_posix())
+        paths.append((below / path.name).as_posix())
     return tuple(paths)
 
 

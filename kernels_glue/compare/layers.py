@@ -89,7 +89,7 @@ class ReferenceRows:
     @contextmanager
     def watching(self, diffusion_model: torch.nn.Module) -> Iterator[None]:
         """Hooks are on the layers within."""
-        modules = dict(uncompiled(diffusion_model).named_modules())
+        modules = dict(linear_modules(uncompiled(diffusion_model)))
         layers = {name: modules[name] for name in self.names if name in modules}
         widths = [layer.in_features + layer.out_features for layer in layers.values()]
         rows = rows_for(widths, len(self.steps))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,13 @@ class Meter:
     """One sampling of one model; make it before the model is loaded.
 
     The device is waited for once a step, never within one.
+
+    Attributes:
+        disturbed: steps at which something is looked at, so that their time is not the model's alone.
     """
 
     patcher: ModelPatcher
+    disturbed: Collection[int] = ()
     _steps: list[float] = field(default_factory=list)
     _since: float = 0.0
     _outside: int = 0
@@ -56,8 +61,9 @@ class Meter:
             self.step()
         self._look()
         first, *others = self._steps
+        alone = [seconds for step, seconds in enumerate(others, 1) if step not in self.disturbed]
         return Usage(
-            statistics.median(others or [first]),
+            statistics.median(alone or others or [first]),
             first,
             self._peak() if self._cuda else None,
             max(0, self._host - self._host_before),

@@ -38,6 +38,16 @@ class _Sums:
     low: float
     high: float
 
+    @property
+    def peak(self) -> float:
+        """Of the PSNR of latents, which have no range of their own."""
+        return self.high - self.low
+
+
+def streams(samples: Any) -> list[torch.Tensor]:
+    """The tensors of a nested one, which core makes for models of sound and video; itself otherwise."""
+    return list(samples.unbind()) if getattr(samples, "is_nested", False) else [samples]
+
 
 def score(model: Any, reference: Any) -> Score:
     """Scores a latent, or anything of its shape.
@@ -55,7 +65,14 @@ def score(model: Any, reference: Any) -> Score:
     Raises:
         KitchenSolError: the shapes differ.
     """
-    return _score(_sums(_streams(model), _streams(reference)), None)
+    sums = _sums(streams(model), streams(reference))
+    return _score(sums, sums.peak)
+
+
+def final_psnr(model: Any, reference: Any, images: bool) -> float:
+    """The PSNR of `final` alone, in dB; arguments and errors are the same."""
+    sums = _sums(streams(model), streams(reference))
+    return _score(sums, _IMAGE_PEAK if images else sums.peak).psnr
 
 
 def final(model: Any, reference: Any, images: bool, lpips: bool) -> FinalScore:
@@ -73,10 +90,10 @@ def final(model: Any, reference: Any, images: bool, lpips: bool) -> FinalScore:
     Raises:
         KitchenSolError: the shapes differ.
     """
-    pairs = _streams(model), _streams(reference)
+    pairs = streams(model), streams(reference)
     sums = _sums(*pairs)
-    scored = _score(sums, _IMAGE_PEAK if images else None)
-    peak = _IMAGE_PEAK if images else sums.high - sums.low
+    peak = _IMAGE_PEAK if images else sums.peak
+    scored = _score(sums, peak)
     frames, others = _picture(pairs[0]), _picture(pairs[1])
     remarks: list[str] = []
     if math.isnan(scored.relative_l2):
@@ -88,11 +105,6 @@ def final(model: Any, reference: Any, images: bool, lpips: bool) -> FinalScore:
         distance, remark = perceptual_distance(frames, others)
         remarks += remark
     return FinalScore(scored.psnr, ssim, distance, images, tuple(remarks))
-
-
-def _streams(samples: Any) -> list[torch.Tensor]:
-    """The tensors of a nested one, which core makes for models of sound and video; itself otherwise."""
-    return list(samples.unbind()) if getattr(samples, "is_nested", False) else [samples]
 
 
 def _picture(streams: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -131,12 +143,11 @@ def _pieces(model: torch.Tensor, reference: torch.Tensor) -> Iterator[tuple[torc
         yield a, b
 
 
-def _score(sums: _Sums, peak: float | None) -> Score:
+def _score(sums: _Sums, peak: float) -> Score:
     if not (math.isfinite(sums.model) and math.isfinite(sums.reference)) or not sums.count:
         return Score(math.nan, math.nan, math.nan)
     if not sums.difference:
         return Score(math.inf, 1.0, 0.0)
-    peak = sums.high - sums.low if peak is None else peak
     psnr = 10 * math.log10(peak**2 * sums.count / sums.difference) if peak else math.nan
     lengths = math.sqrt(sums.model) * math.sqrt(sums.reference)
     # Rounding can make it a little more than 1.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..attention.failures import first_line
-from .metrics import final
+from ..failures import first_line
+from .metrics import final, final_psnr, streams
 from .results import FinalScore
 
 
@@ -27,33 +27,37 @@ class Reference:
     vae: Any = None
     remarks: tuple[str, ...] = ()
 
-    @classmethod
-    def of(cls, latent: dict[str, Any], vae: Any) -> Reference:
-        """From core's LATENT; a VAE that cannot decode it is left out with a remark."""
-        if vae is None:
-            return cls(latent["samples"])
-        try:
-            return cls(_decoded(vae, latent), vae)
-        except Exception as error:  # whatever another kind of VAE says to this latent: two samplings are done
-            remark = f"the VAE cannot decode this latent, so latents are compared ({first_line(error)})"
-            return cls(latent["samples"], None, (remark,))
-
-    def score(self, latent: dict[str, Any], lpips: bool) -> FinalScore:
-        """How close the result of another sampling is."""
-        result = latent["samples"] if self.vae is None else _decoded(self.vae, latent)
+    def score(self, result: Any, lpips: bool) -> FinalScore:
+        """How close another result of the same kind is."""
         return final(result, self.result, self.vae is not None, lpips)
+
+    def psnr(self, latent: dict[str, Any]) -> float:
+        """The PSNR of `score` for another LATENT, in dB, without the other scores, which take much longer."""
+        result = latent["samples"] if self.vae is None else _decoded(self.vae, latent)
+        return final_psnr(result, self.result, self.vae is not None)
+
+
+def results_of(reference: dict[str, Any], model: dict[str, Any], vae: Any) -> tuple[Reference, Any]:
+    """What is compared of two LATENTs: the reference's result, and the model's.
+
+    A VAE that cannot decode both is left out with a remark: two samplings are done.
+    """
+    remarks: tuple[str, ...] = ()
+    if vae is not None:
+        try:
+            return Reference(_decoded(vae, reference), vae), _decoded(vae, model)
+        except Exception as error:  # whatever another kind of VAE says to such a latent
+            remarks = (f"the VAE cannot decode the results, so latents are compared ({first_line(error)})",)
+    return Reference(reference["samples"], None, remarks), model["samples"]
 
 
 def broken(latent: dict[str, Any], who: str) -> Iterator[str]:
     """A remark where a result has values that are no numbers."""
-    samples = latent["samples"]
-    parts = samples.unbind() if samples.is_nested else [samples]
-    if not all(torch.isfinite(part).all() for part in parts):
+    if not all(torch.isfinite(part).all() for part in streams(latent["samples"])):
         yield f"the result of the {who} has NaN or infinite values, so its scores mean nothing"
 
 
 def _decoded(vae: Any, latent: dict[str, Any]) -> torch.Tensor:
     """As core's node VAEDecode does it."""
-    samples = latent["samples"]
-    images = vae.decode(samples.unbind()[0] if samples.is_nested else samples)
+    images = vae.decode(streams(latent["samples"])[0])
     return images.reshape(-1, *images.shape[-3:])

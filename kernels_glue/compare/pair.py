@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..attention.evaluation import OBSERVER
-from ..quantization.report import compress
+from ..names import compress
 from .layers import AttentionErrors, Int8Errors, ReferenceRows, looked_at
-from .metrics import score
+from .metrics import score, streams
 from .recommend import ranked
 from .results import LayerError, StepScore
 from .sampling import EachStep, Inputs, Sampled, sample
@@ -40,6 +40,7 @@ class Pair:
 
     def __post_init__(self) -> None:
         steps = looked_at(self.inputs.steps)
+        self._disturbed = steps if self.names or self.attention else frozenset()
         self._path: list[tuple[Any, Any]] = []
         self._rows = ReferenceRows(self.names, steps)
         self._int8: tuple[LayerError, ...] = ()
@@ -49,14 +50,15 @@ class Pair:
     def sample_reference(self, reference: ModelPatcher) -> Sampled:
         """The first sampling."""
 
-        def each_step(step: int, sigma: float, denoised: Any, latent: Any) -> None:
-            self._path.append((denoised, latent))
+        def keep(step: int, sigma: float, denoised: Any, latent: Any) -> None:
+            self._path.append((_copy(denoised), _copy(latent)))
             self._rows.advance()
 
         with ExitStack() as watching:
             if self.names:
                 watching.enter_context(self._rows.watching(reference.model.diffusion_model))
-            sampled = sample(reference, self.inputs, self._telling("reference", each_step))
+            each_step = self._telling("reference", keep)
+            sampled = sample(reference, self.inputs, each_step, disturbed=self._disturbed)
         self._steps[0] = sampled.steps
         # What is kept for the comparison is none of the model's.
         host = sampled.usage.host_bytes - sum(map(_bytes, self._kept()))
@@ -69,7 +71,8 @@ class Pair:
         with ExitStack() as watching:
             if self._rows.found:
                 watching.enter_context(int8.watching(model.model.diffusion_model))
-            sampled = sample(model, self.inputs, self._telling("model", self._compare), options)
+            each_step = self._telling("model", self._compare)
+            sampled = sample(model, self.inputs, each_step, options, self._disturbed)
         self._steps[1] = sampled.steps
         self._int8 = int8.errors()
         self._path.clear()
@@ -100,8 +103,8 @@ class Pair:
         if missed:
             names = ", ".join(compress([name for name in self.names if name in missed]))
             yield (
-                f"{len(missed)} INT8 layers were not looked at, because the reference has them quantized too"
-                f" or does not call them: {names}"
+                f"{len(missed)} INT8 layers were not looked at, because the reference has them quantized too,"
+                f" does not call them, or is compiled: {names}"
             )
 
     def _kept(self) -> Iterator[Any]:
@@ -121,9 +124,12 @@ class Pair:
         return telling(self.progress, who, self.inputs.steps, each_step)
 
 
+def _copy(samples: Any) -> Any:
+    return samples.to("cpu", copy=True)
+
+
 def _bytes(samples: Any) -> int:
-    parts = samples.unbind() if getattr(samples, "is_nested", False) else [samples]
-    return sum(part.nbytes for part in parts)
+    return sum(part.nbytes for part in streams(samples))
 
 
 def telling(progress: Progress, who: str, steps: int, each_step: EachStep | None = None) -> EachStep:

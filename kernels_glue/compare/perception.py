@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..attention.failures import first_line
+from ..failures import first_line
 
 # More frames than this are sampled evenly: the mean over them is as good, and costs seconds, not minutes.
 MAX_FRAMES = 64

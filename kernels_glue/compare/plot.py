@@ -11,7 +11,7 @@ import torch
 
 from ..figures import as_image, new_figure
 from .results import Comparison, LayerError, Recommendation, StepScore
-from .wording import headline
+from .wording import scores
 from .worst import NAMED, Worst, name_of, worst_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def draw(comparison: Comparison) -> torch.Tensor:
         ImportError: matplotlib is not installed, or broken.
     """
     steps, found = comparison.steps, comparison.recommendation
-    first = [lambda axes: _psnr(axes, steps), lambda axes: _errors(axes, steps)]
+    first = [partial(_psnr, steps=steps), partial(_errors, steps=steps)]
     rows = [_row(_TITLE + _ROW, first, _title(comparison))]
     if kinds := worst_of(comparison.layers):
         panels = [partial(_layers, worst=worst) for worst in kinds]
@@ -47,7 +47,7 @@ def draw(comparison: Comparison) -> torch.Tensor:
         widths = [3 if worst.layers[0].kind == "int8" else 2 for worst in kinds]
         rows.append(_row(_LAYERS_ROW, panels, widths=widths))
     if found is not None and _with_tau(found):
-        rows.append(_row(_ROW, [lambda axes: _trials(axes, found)]))
+        rows.append(_row(_ROW, [partial(_trials, found=found)]))
     return torch.cat(rows, dim=1)
 
 
@@ -69,7 +69,7 @@ def _row(height: int, panels: Sequence[Panel], title: str = "", widths: Sequence
 def _title(comparison: Comparison) -> str:
     model, reference = comparison.model, comparison.reference
     return (
-        f"{headline(comparison.final)}\n"
+        f"{scores(comparison.final)}\n"
         f"a step {model.seconds_per_step:.3g} s, reference {reference.seconds_per_step:.3g} s"
     )
 

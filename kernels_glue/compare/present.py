@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..attention.failures import first_line
+from ..errors import KitchenSolError
+from ..failures import first_line
 from ..figures import no_drawing
 from ..report import Line, Report, Show, detail, note, warning
 from .apply import Inputs, compare
@@ -71,7 +72,9 @@ def present(comparison: Comparison, prefix: str) -> tuple[Report, torch.Tensor]:
     report = report_of(comparison, *remarks)
     try:
         paths = write_files(prefix, comparison.steps, report.to_json())
-    except OSError as error:
+    except KitchenSolError:
+        raise
+    except Exception as error:  # of the disk, or core refuses the prefix: two samplings are done
         return _with(report, warning(f"the files were not written ({first_line(error)})", files=[])), image
     if paths:
         report = _with(report, detail(f"written: {', '.join(paths)}", files=paths))

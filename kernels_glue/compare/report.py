@@ -31,7 +31,7 @@ def report_of(comparison: Comparison, *more: Line) -> Report:
     remarks = [*comparison.final.remarks, *comparison.remarks]
     return Report.of(
         NODE,
-        [headline(wording.headline(comparison.final), final=asdict(comparison.final))],
+        [headline(wording.scores(comparison.final), final=asdict(comparison.final))],
         _usage_lines(comparison.model, comparison.reference),
         _step_lines(comparison.steps),
         _layer_lines(comparison.layers),
@@ -39,11 +39,6 @@ def report_of(comparison: Comparison, *more: Line) -> Report:
         [note(remark, remarks=[remark]) for remark in remarks],
         more,
     )
-
-
-def step_facts(step: StepScore) -> dict[str, Any]:
-    """A step by name, numbered from 1 as it is shown."""
-    return {**asdict(step), "step": step.step + 1}
 
 
 def _usage_lines(model: Usage, reference: Usage) -> Iterator[Line]:
@@ -78,7 +73,7 @@ def _times(usage: Usage) -> str:
 def _step_lines(steps: Sequence[StepScore]) -> Iterator[Line]:
     if not steps:
         return
-    facts = {"steps": [step_facts(step) for step in steps]}
+    facts = {"steps": [_step_facts(step) for step in steps]}
     if all(step.denoised.psnr == math.inf for step in steps):
         yield detail(f"all {len(steps)} predictions are equal", **facts)
         return
@@ -90,6 +85,11 @@ def _step_lines(steps: Sequence[StepScore]) -> Iterator[Line]:
         f" cosine {wording.ratio(scored.cosine)}, relative error {wording.relative(scored.relative_l2)}",
         **facts,
     )
+
+
+def _step_facts(step: StepScore) -> dict[str, Any]:
+    """A step by name, numbered from 1 as it is shown."""
+    return {**asdict(step), "step": step.step + 1}
 
 
 def _layer_lines(layers: Sequence[LayerError]) -> Iterator[Line]:

@@ -12,7 +12,6 @@ from .config import NODE
 # What this package uses by name, and what the other nodes stand on: a comparison applies them anew.
 _OWN = (
     "comfy.model_management.current_loaded_models",
-    "comfy.model_patcher.ModelPatcher.remove_attachments",
     "comfy.sample.fix_empty_latent_channels",
     "comfy.sample.prepare_noise",
     "comfy.sample.sample_custom",

@@ -62,7 +62,8 @@ class Usage:
     """What one model took.
 
     Attributes:
-        seconds_per_step: median over the steps after the first; of the only one where there is one.
+        seconds_per_step: median over the steps after the first, without those at which layers were looked at
+            where there are others; of the only step where there is one.
         first_step_seconds: of the first step.
         peak_device_bytes: largest use of the device while it was sampled; None on a CPU.
         host_bytes: growth of the process' resident memory from before it was loaded to its largest while

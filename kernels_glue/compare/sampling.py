@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ from .results import Usage
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-# Told of each step when its prediction is known: (step, sigma, denoised, latent). The tensors are on the CPU
-# and nobody else's; those of audio-video models are core's NestedTensor.
+# Told of each step when its prediction is known: (step, sigma, denoised, latent). The tensors are the ones
+# of the sampler, which may write into them afterwards; those of audio-video models are core's NestedTensor.
 EachStep = Callable[[int, float, Any, Any], None]
 
 
@@ -76,18 +76,20 @@ def sample(
     inputs: Inputs,
     each_step: EachStep | None = None,
     options: dict[str, Any] | None = None,
+    disturbed: Collection[int] = (),
 ) -> Sampled:
     """Samples a model with the bits that core's node gives.
 
     Args:
         each_step: is told of each step; its own time is not counted.
         options: go into `transformer_options` of this sampling alone.
+        disturbed: see Meter.
     """
     latent = dict(inputs.latent_image)
     start = latent["samples"] = start_of(model, inputs)
     noise = comfy.sample.prepare_noise(start, inputs.noise_seed, latent.get("batch_index"))
     preview = latent_preview.prepare_callback(model, inputs.steps)
-    meter = Meter(model)
+    meter = Meter(model, disturbed)
     seen = 0
 
     def callback(step: int, denoised: Any, x: Any, total: int) -> None:
@@ -96,7 +98,7 @@ def sample(
         if each_step is not None:
             # Samplers that adapt their steps tell of more than the schedule has.
             sigma = float(inputs.sigmas[min(seen, len(inputs.sigmas) - 1)])
-            each_step(seen, sigma, _kept(denoised), _kept(x))
+            each_step(seen, sigma, denoised, x)
         seen += 1
         preview(step, denoised, x, total)
         meter.resume()
@@ -133,8 +135,3 @@ def _beginning(sampler: Any, begin: Callable[[], None], options: dict[str, Any])
 
     telling.sample = begun
     return telling
-
-
-def _kept(x: Any) -> Any:
-    """A copy on the CPU: some samplers go on to write into their tensors."""
-    return x.to("cpu", copy=True)

@@ -56,8 +56,11 @@ class Search:
         """
         best = self._took(recommend.choice_of(self.settings), self.first)
         try:
-            best = self._without_layers(best, recommend.standing_out(layers))
-            if best.tau is not None and sparse:
+            searches_tau = best.tau is not None and sparse
+            # Layers that are left alone take time and memory: not where nothing is gained by it.
+            if searches_tau or not best.psnr >= self.limit:
+                best = self._without_layers(best, recommend.standing_out(layers))
+            if searches_tau:
                 best = self._with_tau(best)
             elif best.tau is not None:
                 self.remarks.append("no attention was sparse, so tau changed nothing and was not searched")

@@ -6,25 +6,15 @@ import uuid
 import weakref
 from collections.abc import Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
-
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from typing import TYPE_CHECKING
 
 from ..applied import COMPUTE_DTYPE, Applied, Settings, applied_to
 from ..applied import KEY as APPLIED
 from ..attach import refuse_bound_patches
-from ..attention import sampling as sol
-from ..attention.apply import patch_attention
-from ..attention.override import SolOverride
-from ..callbacks import set_callbacks
+from ..attention.apply import patch_attention, remove_attention
 from ..errors import KitchenSolError
-from ..mixins import take_off
-from ..offload import handle as offload
-from ..offload.apply import offload_model
-from ..offload.patcher import Streams
-from ..quantization import patcher as int8
-from ..quantization import saving
-from ..quantization.apply import quantize_model
+from ..offload.apply import offload_model, remove_offload
+from ..quantization.apply import quantize_model, remove_int8
 from ..quantization.config import QuantizeConfig
 from ..report import Show
 from .config import NODE
@@ -65,9 +55,8 @@ def without_our_patches(patcher: ModelPatcher) -> ModelPatcher:
     """
     done = applied_to(patcher)
     plain = _around_origin(patcher, done) if done.origins else patcher.clone()
-    _without_sol(plain)
-    _without_offload(plain)
-    _without_int8(plain)
+    for remove in (remove_attention, remove_offload, remove_int8):
+        remove(plain)
     plain.remove_attachments(APPLIED)
     return plain
 
@@ -121,7 +110,12 @@ def _quantized(
 
 
 def _around_origin(patcher: ModelPatcher, done: Applied) -> ModelPatcher:
-    refuse_bound_patches(patcher, NODE, "quantized or streamed layers")
+    refuse_bound_patches(
+        patcher,
+        NODE,
+        "quantized or streamed layers",
+        "Connect the unquantized model, with the same patch, to the input 'reference'.",
+    )
     plain, changes = _alive(*done.origins).clone(), patcher.clone()
     for name, value in vars(changes).items():
         if name not in _OF_THE_MODEL:
@@ -150,27 +144,3 @@ def _alive(*patchers: weakref.ref[ModelPatcher]) -> ModelPatcher:
             "Connect the unquantized model to the input 'reference'.",
         )
     return found
-
-
-def _without_sol(patcher: ModelPatcher) -> None:
-    options: dict[str, Any] = patcher.model_options.get("transformer_options", {})
-    override = options.get(sol.OVERRIDE)
-    if isinstance(override, SolOverride):
-        if override.earlier is None:
-            del options[sol.OVERRIDE]
-        else:
-            options[sol.OVERRIDE] = override.earlier
-    set_callbacks(patcher, sol.KEY, {})
-    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, sol.KEY)
-
-
-def _without_offload(patcher: ModelPatcher) -> None:
-    offload.install(patcher, {})
-    patcher.remove_attachments(offload.KEY)
-    take_off(patcher, Streams, offload.KEY)
-
-
-def _without_int8(patcher: ModelPatcher) -> None:
-    set_callbacks(patcher, int8.KEY, {})
-    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, int8.KEY)
-    saving.unmake_savable(patcher)

@@ -29,12 +29,12 @@ def relative(error: float) -> str:
     return f"{error:.1%}" if error >= 0.00995 or not error else f"{error * 100:.2g}%"
 
 
-def headline(final: FinalScore) -> str:
+def scores(final: FinalScore) -> str:
     """The scores of the results."""
-    scores = [f"PSNR {decibels(final.psnr)}", f"SSIM {ratio(final.ssim)}"]
+    listed = [f"PSNR {decibels(final.psnr)}", f"SSIM {ratio(final.ssim)}"]
     if final.lpips is not None:
-        scores.append(f"LPIPS {final.lpips:.4f}")
-    return f"{', '.join(scores)} ({'images' if final.images else 'latents'})"
+        listed.append(f"LPIPS {final.lpips:.4f}")
+    return f"{', '.join(listed)} ({'images' if final.images else 'latents'})"
 
 
 def speed(seconds: float, reference: float) -> str:

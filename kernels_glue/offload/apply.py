@@ -9,12 +9,12 @@ import torch
 
 from ..applied import record_offload
 from ..errors import KitchenSolError
-from ..mixins import lay_over
+from ..mixins import lay_over, take_off
 from ..report import Report, Show
 from . import report
 from .config import NODE, OffloadConfig
 from .core_policy import apply_core
-from .handle import KEY, Offload
+from .handle import KEY, Offload, install
 from .lane import CudaLane
 from .lists import find_blocks
 from .patcher import Streams, sizes_of
@@ -76,3 +76,10 @@ def offload_model(
     watch(patcher, Session(config, strategy, show))
     record_offload(patcher, source, config, lane_for)
     return patcher, Report.of(NODE, lines)
+
+
+def remove_offload(patcher: ModelPatcher) -> None:
+    """Takes all that `offload_model` gave a patcher off again, in place; its model stays the one it is."""
+    install(patcher, {})
+    patcher.remove_attachments(KEY)
+    take_off(patcher, Streams, KEY)

@@ -34,6 +34,7 @@ NAMES = (
     "comfy.model_patcher.ModelPatcher.patch_weight_to_device",
     "comfy.model_patcher.ModelPatcher.pinned_memory_size",
     "comfy.model_patcher.ModelPatcher.remove_additional_models",
+    "comfy.model_patcher.ModelPatcher.remove_attachments",
     "comfy.model_patcher.ModelPatcher.remove_callbacks_with_key",
     "comfy.model_patcher.ModelPatcher.remove_wrappers_with_key",
     "comfy.model_patcher.ModelPatcher.set_attachments",

@@ -15,6 +15,7 @@ from comfy.quant_ops import QuantizedTensor
 from ..applied import record_int8
 from ..attach import refuse_bound_patches, root_patcher
 from ..errors import KitchenSolError
+from ..names import compress
 from ..pristine import PristineWeights, taken
 from ..probe import int8_backend, require_int8
 from ..report import Line, Report, Show
@@ -23,12 +24,12 @@ from .config import NODE, QuantizeConfig
 from .convert import Int8Weight, Job, quantize_jobs
 from .merge import NOTHING, Merge, without
 from .patch_count import count_patches
-from .patcher import attach
+from .patcher import attach, detach
 from .plan import Plan, make_plan, nothing_to_quantize
 from .rebuild import QUANTIZED_PARTS, build_model, int8_entries
 from .reuse import Conversion, Conversions
-from .sampling import SamplingText, watch
-from .saving import make_savable
+from .sampling import SamplingText, unwatch, watch
+from .saving import make_savable, unmake_savable
 from .survey import survey
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ def quantize_model(
     watch(patcher, SamplingText(tuple(lines), frozenset(plan.int8_layers), merged, show))
     lora = report.lora_lines(count_patches(patcher.patches, plan.int8_layers), merged)
     return patcher, report.assemble(lines, lora)
+
+
+def remove_int8(patcher: ModelPatcher) -> None:
+    """Takes all that `quantize_model` gave a patcher off again, in place; its model stays the one it is."""
+    unwatch(patcher)
+    detach(patcher)
+    unmake_savable(patcher)
 
 
 def _converted(
@@ -137,7 +145,7 @@ def _convert(source: ModelPatcher, config: QuantizeConfig, plan: Plan) -> Conver
 def _remarks(int8: Mapping[str, Int8Weight]) -> Iterator[str]:
     broken = [name for name, weight in int8.items() if not weight.scale.isfinite().all()]
     if broken:
-        names = ", ".join(report.compress(broken))
+        names = ", ".join(compress(broken))
         yield f"the file has NaN or infinite weights in {names}; the unquantized model is as broken."
 
 

@@ -30,6 +30,11 @@ def attach(source: ModelPatcher, root: ModelPatcher) -> ModelPatcher:
     return patcher
 
 
+def detach(patcher: ModelPatcher) -> None:
+    """Clones of a patcher are no longer taken for ones around a quantized model."""
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+
+
 def _make_copyable(patcher: ModelPatcher) -> None:
     """Lets core make further copies of the model that a patcher, or a clone of it, holds."""
     patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..names import compress
 from ..report import Line, Report, detail, headline, item, note, warning
 from ..units import size
 from .config import NODE
@@ -103,31 +103,3 @@ def dequantized_line(layers: int) -> Line:
 def remark_lines(remarks: Iterable[str]) -> Iterator[Line]:
     """What was noticed about the settings and the weights."""
     return (note(remark, remarks=[remark]) for remark in remarks)
-
-
-def compress(names: Iterable[str]) -> list[str]:
-    """Joins names that differ in the number of their block: `blocks.[0-49].mlp.fc1`."""
-    order: dict[tuple[str, str], list[int]] = {}
-    result: list[str | tuple[str, str]] = []
-    for name in names:
-        match = re.match(r"(.*?\.)(\d+)(\..*)$", name)
-        if match is None:
-            result.append(name)
-            continue
-        key = (match[1], match[3])
-        if key not in order:
-            order[key] = []
-            result.append(key)
-        order[key].append(int(match[2]))
-    return [x if isinstance(x, str) else f"{x[0]}{_ranges(order[x])}{x[1]}" for x in result]
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return text if len(spans) == 1 and spans[0][0] == spans[0][1] else f"[{text}]"

@@ -73,6 +73,11 @@ def watch(patcher: ModelPatcher, text: SamplingText) -> None:
     set_callbacks(patcher, KEY, callbacks)
 
 
+def unwatch(patcher: ModelPatcher) -> None:
+    """Takes the text and the refusals off a patcher, if they are there."""
+    set_callbacks(patcher, KEY, {})
+
+
 def refuse_weight_hooks(patcher: ModelPatcher, *_: Any) -> None:
     """Stops before core applies a LoRA hook, which it cannot do to quantized weights.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def write_losses(path: Path, losses: torch.Tensor) -> None:
     _atomically(path, lambda part: part.write_text("\n".join(lines) + "\n", encoding="utf-8"))
 
 
-def _atomically(path: Path, write: Any) -> None:
+def _atomically(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     write(part)

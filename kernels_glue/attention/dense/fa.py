@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from ...failures import first_line, is_out_of_memory
 from ..call import AttentionCall
 from ..devices import sm_of
-from ..failures import first_line, is_out_of_memory
 from .base import DenseResult
 from .candidate import Candidate
 from .flash_packages import FLASH_ATTENTION

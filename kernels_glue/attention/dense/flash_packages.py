@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ...failures import first_line
 from ..call import AttentionCall
 from ..devices import sm_of
-from ..failures import first_line
 from .candidate import Candidate
 
 _MAX_HEAD_DIM = 256

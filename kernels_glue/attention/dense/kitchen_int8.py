@@ -10,9 +10,9 @@ import torch
 
 from ...commands import pip
 from ...errors import KitchenSolError
+from ...failures import first_line, is_out_of_memory
 from ..call import AttentionCall
 from ..config import NODE
-from ..failures import first_line, is_out_of_memory
 from ..strides import INT32_REACH, within_int32
 from .base import DenseResult
 from .sdpa import broadcastable

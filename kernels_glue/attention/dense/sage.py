@@ -13,10 +13,10 @@ import torch
 
 from ...commands import pip
 from ...errors import KitchenSolError
+from ...failures import first_line, is_out_of_memory
 from ..call import AttentionCall
 from ..config import NODE
 from ..devices import sm_of
-from ..failures import first_line, is_out_of_memory
 from ..strides import INT32_REACH, within_int32
 from .base import DenseResult
 

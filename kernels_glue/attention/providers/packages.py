@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ...commands import pip
-from ..failures import first_line
+from ...failures import first_line
 
 TRITON_FLOOR = (3, 6)  # asked for by the paper's package and by Wan2GP's
 # Looking for a package that is not there walks the whole search path: too slow for every call.
