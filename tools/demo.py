@@ -1,163 +1,73 @@
-"""Shows the pack at work on tiny random models, in a real ComfyUI that is driven over its HTTP API.
+"""Shows the pack at work, in two parts.
 
-Run it by ``python tools/dev.py demo``, which prepares the environment. For each model family it posts the
-same graph without and with the node Kitchen INT8 Quantize Model, and compares the two results. Exit code 0
-only if every model was quantized and its result stayed close to the original's.
+Run it by ``python tools/dev.py demo``, which prepares the environment. The first part quantizes tiny random
+models of several families in a ComfyUI server; the second samples the shipped video model with INT8, with
+Sol and with both, and shows in decibels and in a picture what each costs. Exit code 0 only if every number
+is within its bounds.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from demo_options import FAMILIES, chosen_models
-from demo_results import DemoError, Report, Result, summary
-from devkit.console import say
+from demo_options import read_options
+from devkit.console import say, title
 from devkit.environment import COMFYUI_ARGS
 from devkit.layout import TESTS
 
 # Only tests/, never the pack's root: ComfyUI has a top-level module ``nodes`` as well.
 sys.path.insert(0, str(TESTS))
 
-from comfyui import builders, graphs, inprocess
-from comfyui.server import ComfyServer, PromptRejected, RunResult
-
-if TYPE_CHECKING:
-    import torch
-    from comfyui.builders import TinyModel
-
-NODE = "KitchenInt8QuantizeModel"
-NODE_INPUTS = {
-    "group_size": "auto",
-    "layers": "blocks",
-    "ignored_layers": "",
-    "lora": "keep",
-    "device": "auto",
-}
-STEPS = 8
-SEED = 7
-_LOG_LINES = 30
+import shapes_model
+from comfyui import inprocess
 
 
 def main(argv: Sequence[str]) -> int:
-    chosen = chosen_models(argv)
+    options = read_options(argv)
+    parts = set(options.parts)
+    if "fidelity" in parts:
+        try:
+            shapes_model.require_weights()
+        except FileNotFoundError as error:
+            if parts == {"fidelity"}:
+                say(f"error: {error}")
+                return 2
+            say(f"the second part is left out: {error}")
+            parts.remove("fidelity")
     started = time.monotonic()
-
-    inprocess.start()
-    families = chosen or [family for family in FAMILIES if family in builders.supported_families()]
     arguments = device_args()
-    # On Windows the files of a process that has just ended stay locked for a moment.
-    with tempfile.TemporaryDirectory(prefix="kitchen-sol-demo-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        models = [builders.FAMILIES[family](folder / "written") for family in families]
-        say("written: " + ", ".join(f"{m.family} ({m.path.stat().st_size / 1e6:.1f} MB)" for m in models))
-        results, failed = _run_models(folder / "comfyui", models, arguments)
+    inprocess.start()
+    fine = True
+    if "int8" in parts:
+        import demo_int8
 
-    if results:
-        say("\n" + summary(results))
-    if "--cpu" in arguments:
-        say("\nOn a CPU, ComfyUI holds bf16 files in fp32, and INT8 has no fast kernels: what counts here")
-        say("is the difference; compare sizes and times on a GPU.")
-    say(f"\n{len(results)} of {len(models)} models ran, {time.monotonic() - started:.0f} s in all")
-    return 1 if failed else 0
+        title("INT8, by model family")
+        fine &= demo_int8.run(options.families, arguments)
+    if "fidelity" in parts:
+        import demo_fidelity
+
+        title("what INT8 and Sol cost, on a trained model")
+        fine &= demo_fidelity.run(options.seeds, options.picture)
+    say(f"\n{time.monotonic() - started:.0f} s in all")
+    return 0 if fine else 1
 
 
 def device_args() -> list[str]:
-    """ComfyUI's arguments that choose the device: the caller's, else the GPU if there is one."""
-    given = os.environ.get(COMFYUI_ARGS)
-    if given is not None:
-        return shlex.split(given, posix=os.name != "nt")
-    import torch
+    """ComfyUI's arguments that choose the device: the caller's, else the GPU if there is one.
 
-    return [] if torch.cuda.is_available() else ["--cpu"]
-
-
-def _run_models(
-    base: Path, models: Sequence[TinyModel], arguments: Sequence[str]
-) -> tuple[list[Result], bool]:
-    """Start ComfyUI and run every model, also after one has failed. Returns whether any has, too."""
-    results: list[Result] = []
-    failed = False
-    say(f"starting ComfyUI {' '.join(arguments)}".rstrip())
-    with ComfyServer(base, device_args=arguments) as server:
-        for model in models:
-            say(f"\n{model.family}")
-            try:
-                result = _run_model(server, model)
-            except (DemoError, PromptRejected, RuntimeError) as error:
-                say(f"  FAILED: {error}")
-                say("  the end of ComfyUI's log:")
-                say("\n".join(f"    {line}" for line in server.log().splitlines()[-_LOG_LINES:]))
-                failed = True
-                continue
-            results.append(result)
-            for problem in result.problems:
-                say(f"  FAILED: {problem}")
-                failed = True
-    return results, failed
-
-
-def _run_model(server: ComfyServer, model: TinyModel) -> Result:
-    """Sample ``model`` without and with the node.
-
-    Raises DemoError, and what ComfyServer.run and RunResult.raise_for_errors raise.
+    They are put into the environment, where this process' own ComfyUI looks for them.
     """
-    server.add_model(model)
-    original, _, seconds_original = _sample(server, model, with_node=False)
-    quantized, text, seconds_quantized = _sample(server, model, with_node=True)
-    result = Result(
-        model.family,
-        Report.parse(text),
-        (seconds_original, seconds_quantized),
-        _relative_difference(original, quantized),
-    )
-    report = result.report
-    say(f"  quantized {report.quantized} of {report.layers} layers")
-    say(f"  weights {report.size_before} -> {report.size_after}")
-    say(f"  seconds a step {seconds_original:.4f} -> {seconds_quantized:.4f}")
-    say(f"  relative difference of the results {result.difference:.4f}")
-    return result
-
-
-def _sample(server: ComfyServer, model: TinyModel, with_node: bool) -> tuple[torch.Tensor, str, float]:
-    """Returns the latent, the node's report (empty without the node) and the seconds of a step."""
-    name = f"{model.family}_{'int8' if with_node else 'original'}"
-    chain = [(NODE, NODE_INPUTS)] if with_node else []
-
-    def run(seed: int) -> RunResult:
-        graph = graphs.sampling_graph(model, model_nodes=chain, steps=STEPS, seed=seed, save_as=name)
-        if with_node:
-            graph["report"] = graphs.node("PreviewAny", source=["model_1", 1])
-        return server.run(graph).raise_for_errors()
-
-    first = run(SEED)
-    latent = server.latent(name)
-    # Another seed: the loader and the node come from the cache, the model is loaded, the sampler has to run.
-    second = run(SEED + 1)
-    if not {"sampler"} <= set(second.executed) <= {"sampler", "save"}:
-        raise DemoError(f"the second run should only sample, but ran {', '.join(second.executed)}")
-    return latent, _report_of(first) if with_node else "", second.seconds / STEPS
-
-
-def _report_of(run: RunResult) -> str:
-    """The report as the node's output, after a check that the same was shown on the node."""
-    text = run.outputs["report"]["text"][0]
-    shown = run.texts_of("model_1")
-    headline = text.splitlines()[0] if text else ""
-    if not any(line.startswith(headline) for line in shown):
-        raise DemoError(f"the node's text does not begin with {headline!r}: {shown}")
-    return text
-
-
-def _relative_difference(original: torch.Tensor, other: torch.Tensor) -> float:
-    wanted, found = original.double(), other.double()
-    return ((found - wanted).norm() / wanted.norm()).item()
+    if COMFYUI_ARGS not in os.environ:
+        # In another process, because ComfyUI has to be imported before torch.
+        command = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
+        found = subprocess.run(command, capture_output=True).returncode == 0
+        os.environ[COMFYUI_ARGS] = "" if found else "--cpu"
+    return shlex.split(os.environ[COMFYUI_ARGS], posix=os.name != "nt")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
-from demo_options import chosen_models
+from demo_options import read_options
 
 from . import comfyui, kitchen, processes, serve, testing
 from .console import DevError, say
@@ -59,7 +59,7 @@ def _read_options(arguments: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def _demo(options: Options, arguments: Sequence[str]) -> int:
-    chosen_models(arguments)  # a typo should not cost an installation
+    read_options(arguments)  # a typo should not cost an installation
     environment = prepare(options)
     command = [*environment.script("demo"), *arguments]
     return processes.call(command, cwd=ROOT, env=environment.variables())

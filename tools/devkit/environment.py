@@ -17,8 +17,11 @@ COMFYUI_PATH = "COMFYUI_PATH"
 COMFYUI_ARGS = "KITCHEN_SOL_COMFYUI_ARGS"
 USE_GPU = "KITCHEN_SOL_GPU"
 
-# Modules that ComfyUI and the tools need, looked up when nothing may be installed.
-_NEEDED = ("torch", "torchvision", "torchaudio", "aiohttp", "comfy_kitchen", "safetensors", "websocket")
+# Modules that ComfyUI, the pack and the tools need, looked up when nothing may be installed.
+_NEEDED = (
+    *("torch", "torchvision", "torchaudio", "aiohttp", "comfy_kitchen", "safetensors", "websocket"),
+    *("matplotlib", "skimage"),
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Test-only ComfyUI nodes: conditioning without a text encoder, and latents as files.
+"""Test-only ComfyUI nodes: conditioning without a text encoder, latents as files, the model of shapes.
 
 The harness links this folder into custom_nodes; imports are relative, as in any node pack.
 """
@@ -12,6 +12,7 @@ import torch
 from comfy_api.latest import ComfyExtension, io
 
 from .data import make_conditioning
+from .shapes_nodes import TestShapesCaption, TestShapesVAE, TestShapesVideo
 
 
 def _parts(samples: Any) -> list[torch.Tensor]:
@@ -102,10 +103,17 @@ class TestTensorStats(io.ComfyNode):
 
 
 class TestNodes(ComfyExtension):
-    """Registers the nodes of this file."""
+    """Registers the nodes of this folder."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TestConditioning, TestSaveLatent, TestTensorStats]
+        return [
+            TestConditioning,
+            TestSaveLatent,
+            TestTensorStats,
+            TestShapesCaption,
+            TestShapesVideo,
+            TestShapesVAE,
+        ]
 
 
 async def comfy_entrypoint() -> TestNodes:

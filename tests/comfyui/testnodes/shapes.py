@@ -1,6 +1,6 @@
 """The language and the latents of the shipped video model: captions as embeddings, and the fold of pixels.
 
-Shared by the nodes that the server loads, the tests and the training.
+Shared by the nodes that the server loads, the tests, the training and the demo.
 """
 
 from __future__ import annotations
@@ -94,3 +94,30 @@ def unfold(latent: torch.Tensor) -> torch.Tensor:
     b, _, t, h, w = latent.shape
     blocks = latent[:, :FOLDED_CHANNELS].reshape(b, 2, 2, 3, t, h, w).permute(0, 4, 5, 1, 6, 2, 3)
     return blocks.reshape(b, t, 2 * h, 2 * w, 3) / _SCALE + _CENTRE
+
+
+def frames_of(samples: torch.Tensor) -> torch.Tensor:
+    """The samples of a LATENT [B, 16, T, h, w] as video [B, T, 2h, 2w, 3] in 0..1.
+
+    Core hands out the latents of a Wan in the units of Wan's VAE; the model itself works in others, which
+    are those of `fold`.
+
+    Raises:
+        ValueError: the shape is another one.
+    """
+    import comfy.latent_formats
+
+    shape = tuple(samples.shape)
+    if len(shape) != 5 or shape[1] != LATENT_CHANNELS:
+        raise ValueError(
+            f"a latent of the model of shapes is [batch, {LATENT_CHANNELS}, frames, height, width],"
+            f" not {list(shape)}; make it with EmptyHunyuanLatentVideo"
+        )
+    return unfold(comfy.latent_formats.Wan21().process_in(samples.float())).clamp(0, 1)
+
+
+def latent_of(frames: torch.Tensor) -> torch.Tensor:
+    """The samples of a LATENT whose `frames_of` are this video [B, T, H, W, 3] in 0..1."""
+    import comfy.latent_formats
+
+    return comfy.latent_formats.Wan21().process_out(fold(frames))
