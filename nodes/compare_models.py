@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from comfy_api.latest import io
@@ -11,7 +12,7 @@ from ..kernels_glue.errors import KitchenSolError
 from .node_text import text_on
 
 _DEFAULT = CompareConfig()
-_SETTINGS = ("layers", "keep_psnr", "lpips")
+_SETTINGS = tuple(setting.name for setting in fields(CompareConfig))
 
 
 class KitchenCompareModels(io.ComfyNode):
@@ -44,6 +45,15 @@ class KitchenCompareModels(io.ComfyNode):
             is_output_node=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model to judge: quantized, sparse, offloaded, ..."),
+                io.Boolean.Input(
+                    "add_noise",
+                    default=True,
+                    tooltip=(
+                        "Off: the latent is sampled as it is, with the noise that an earlier stage left in"
+                        " it."
+                    ),
+                    advanced=True,
+                ),
                 io.Int.Input(
                     "noise_seed",
                     default=0,

@@ -181,9 +181,8 @@ def test_a_source_that_is_gone(chain: Callable[[str], Chain]) -> None:
     quantized = one.build("int8")
     one.held.clear()
     gc.collect()
-    with pytest.raises(
-        ValueError, match=r"no longer in memory.*Connect the unquantized model to .*'reference'"
-    ):
+    way = r"Connect the very output that goes into .*LoRA included.*'reference'"
+    with pytest.raises(ValueError, match=rf"no longer in memory.*{way}"):
         settings.without_our_patches(quantized)
 
 

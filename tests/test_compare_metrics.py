@@ -339,6 +339,13 @@ def test_whatever_fails_about_lpips_is_a_remark(monkeypatch: pytest.MonkeyPatch)
     assert found.lpips is None and math.isfinite(found.ssim)
     assert found.remarks == ("no LPIPS: the package lpips does not work here (OSError: no network)",)
 
+    without_spec = package(offline)
+    without_spec.__spec__ = None
+    monkeypatch.setitem(sys.modules, "lpips", without_spec)
+    found = metrics.final(reference * 0.9, reference, images=True, lpips=True)
+    assert found.lpips is None and math.isfinite(found.ssim)
+    assert found.remarks[0].startswith("no LPIPS: the package lpips does not work here (ValueError: ")
+
     monkeypatch.delitem(sys.modules, "lpips")
     monkeypatch.setattr(perception.importlib.util, "find_spec", lambda name: None)
     found = metrics.final(reference * 0.9, reference, images=True, lpips=True)

@@ -26,7 +26,13 @@ pytestmark = pytest.mark.usefixtures("inference")
 NODE_ID = "KitchenCompareModels"
 KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
 STEPS = 3
-DEFAULTS: dict[str, Any] = {"layers": False, "keep_psnr": 0.0, "lpips": "auto", "filename_prefix": ""}
+DEFAULTS: dict[str, Any] = {
+    "add_noise": True,
+    "layers": False,
+    "keep_psnr": 0.0,
+    "lpips": "auto",
+    "filename_prefix": "",
+}
 
 MakeTiny = Callable[..., TinyModel]
 
@@ -59,7 +65,7 @@ def by_core(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """What core's own node makes of the same inputs."""
     from comfy_extras.nodes_custom_sampler import SamplerCustom
 
-    latent = inprocess.run_node(SamplerCustom, model=model, add_noise=True, **inputs)[0]
+    latent = inprocess.run_node(SamplerCustom, model=model, **{"add_noise": True, **inputs})[0]
     return inprocess.flatten_latent(latent["samples"])
 
 
@@ -98,6 +104,17 @@ def test_both_latents_are_those_of_cores_own_sampling(
     assert len((output / "a_00002_.csv").read_text().splitlines()) == 1 + STEPS
 
 
+def test_without_noise_the_latent_is_the_start(comfy: ModuleType, tiny: MakeTiny) -> None:
+    model = tiny("wan")
+    source = comfy.load_unet(model.path)
+    quantized, _ = quantize(comfy, source)
+    inputs = sampling(model, source)
+    latent, *_ = compare(comfy, quantized, inputs, add_noise=False)
+    found = inprocess.flatten_latent(latent["samples"])
+    assert torch.equal(found, by_core(quantized, {**inputs, "add_noise": False}))
+    assert not torch.equal(found, by_core(quantized, inputs))
+
+
 def test_a_model_without_nodes_of_the_pack_is_equal_to_itself(comfy: ModuleType, tiny: MakeTiny) -> None:
     model = tiny("wan")
     source = comfy.load_unet(model.path)
@@ -134,7 +151,7 @@ def test_layers_and_recommendation_are_in_the_report(comfy: ModuleType, tiny: Ma
     assert report[start + 11].startswith("recommended to keep 1 dB, measured ")
     assert report[start + 12 : start + 14] == ["Kitchen INT8 Quantize Model:", "ignored_layers: (empty)"]
     unreachable = compare(comfy, quantized, inputs, keep_psnr=100.0)[2].splitlines()
-    assert unreachable[1].startswith("WARNING: none of 1 settings that were tried is enough to keep 100 dB")
+    assert unreachable[1] == "WARNING: the only setting that was tried is not enough to keep 100 dB"
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -152,7 +169,7 @@ def test_layers_and_recommendation_are_in_the_report(comfy: ModuleType, tiny: Ma
             "filename_prefix is '../a', which is no name inside of ComfyUI's output",
         ),
         ({"sigmas": torch.tensor([])}, "sigmas has 0 values, which is no step."),
-        ({"sigmas": torch.tensor([1.0])}, "sigmas has 1 values, which is no step."),
+        ({"sigmas": torch.tensor([1.0])}, "sigmas has 1 value, which is no step."),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_sampled(

@@ -16,7 +16,7 @@ from compare_results import comparison, layers, results, steps, trials
 plot = inprocess.pack_module("kernels_glue.compare.plot")
 present = inprocess.pack_module("kernels_glue.compare.present")
 
-BLUE, GREEN = "#2f6fde", "#2c9f5b"
+BLUE, ORANGE, GREEN = "#2f6fde", "#d9722b", "#2c9f5b"
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +63,8 @@ def test_the_lines_follow_the_scores() -> None:
     image = plot.draw(comparison(steps=steps(50.0, 40.0, 30.0, 20.0)))
 
     def heights(*edges: float) -> list[float]:
-        """Mean row of the blue line between parts of the picture's width, beside the legend; 0 is the top."""
-        blue = pixels_of(image, BLUE)[80:]
+        """Mean row of the blue line between parts of the picture's width, below the legend; 0 is the top."""
+        blue = pixels_of(image, BLUE)[115:]
         stripes = [slice(int(left * 1024), int(right * 1024)) for left, right in itertools.pairwise(edges)]
         return [float(blue[:, stripe].nonzero()[:, 0].float().mean()) for stripe in stripes]
 
@@ -77,7 +77,7 @@ def test_an_equal_step_stands_on_the_upper_edge() -> None:
     made = steps(50.0, 45.0, 40.0)
     apart = dataclasses.replace(made[0], latent=made[1].latent)
     edges = [
-        pixels_of(plot.draw(comparison(steps=shown)), "#d9722b")[80:96, 100:250].sum()
+        pixels_of(plot.draw(comparison(steps=shown)), ORANGE)[107:122, 100:250].sum()
         for shown in (made, (apart, *made[1:]))
     ]
     assert edges[0] > 30 and edges[1] == 0
@@ -97,8 +97,46 @@ def test_bars_are_as_long_as_the_errors() -> None:
     assert [other / first for other in others] == pytest.approx([0.5, 0.25], abs=0.01)
     first, *others = bars(0.62, 1)  # each kind has a scale of its own
     assert [other / first for other in others] == pytest.approx([0.25], abs=0.02)
-    broken = plot.draw(comparison(layers=(results.LayerError("a", "int8", math.nan, 1),)))
-    assert broken.shape[1] == 870
+
+
+def axes_of(draw: Any, *args: Any, **kwargs: Any) -> Any:
+    """The axes of one panel."""
+    axes = inprocess.pack_module("kernels_glue.figures").new_figure(400, 300).subplots()
+    draw(axes, *args, **kwargs)
+    return axes
+
+
+def test_a_layer_without_a_number_has_a_full_bar_and_says_so() -> None:
+    made = [
+        results.LayerError(name, "int8", error, 1)
+        for name, error in (("a", math.nan), ("b", math.inf), ("c", 0.1), ("d", 0.05))
+    ]
+    worst = inprocess.pack_module("kernels_glue.compare.worst").worst_of(made)[0]
+    axes = axes_of(plot._layers, worst)
+    assert [bar.get_width() for bar in axes.patches] == [0.05, 0.1, 0.1, 0.1]  # from below
+    [numbers] = axes.child_axes
+    texts = [label.get_text() for label in numbers.get_yticklabels()]
+    assert texts == ["5.0%", "10.0%", "infinite", "not defined"]
+    image = plot.draw(comparison(layers=tuple(made[:1])))
+    assert image.shape[1] == 870 and pixels_of(image[:, 470:], ORANGE).sum() > 1000
+
+
+def test_a_panel_without_a_finite_value_says_so() -> None:
+    for draw, made in ((plot._psnr, steps(math.nan, math.nan)), (plot._errors, ())):
+        assert [text.get_text() for text in axes_of(draw, steps=made).texts] == [plot.NOTHING]
+        assert not axes_of(draw, steps=steps(40.0, math.nan)).texts
+
+
+def test_nothing_runs_into_each_other() -> None:
+    figures = inprocess.pack_module("kernels_glue.figures")
+    figure = figures.new_figure(512, 470)
+    axes = figure.subplots()
+    plot._psnr(axes, steps(*[30.0] * 1000))
+    figures.as_image(figure)
+    labels = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_visible()]
+    assert all(one.x1 + 4 < other.x0 for one, other in itertools.pairwise(labels))
+    # The legend hides no line.
+    assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1
 
 
 def test_the_recommended_trial_stands_out() -> None:

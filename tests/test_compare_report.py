@@ -68,6 +68,7 @@ def test_the_headline(final: tuple[Any, ...], line: str) -> None:
     ("psnrs", "line"),
     [
         ((math.inf, math.inf), "all 2 predictions are equal"),
+        ((math.inf,), "the only prediction is equal"),
         ((30.0, math.nan, 20.0), "worst prediction: step 2 of 3, PSNR not defined"),
         ((math.inf, 50.0), "worst prediction: step 2 of 2, PSNR 50.00 dB"),
     ],
@@ -130,7 +131,6 @@ def test_what_is_recommended_can_be_pasted() -> None:
     [
         ((None, "blocks.0", None), ["Kitchen INT8 Quantize Model:", "ignored_layers: blocks.0"]),
         ((0.85, None, ""), ["Sol Attention Patch:", "tau: 0.85", "dense_layers: (empty)"]),
-        ((None, None, None), []),
     ],
 )
 def test_only_inputs_of_nodes_that_are_there(trial: tuple[Any, ...], expected: list[str]) -> None:
@@ -145,10 +145,13 @@ def test_that_nothing_keeps_the_limit_is_a_warning_right_below_the_scores() -> N
     assert lines[1] == "WARNING: none of 5 settings that were tried is enough to keep 37 dB"
     assert not [line for line in lines if line.startswith("tau")]
     nothing = results.Recommendation(30.0, (), None, ("there is nothing to change",))
-    assert lines_of(recommendation=nothing)[-2:] == [
-        "note: nothing to recommend to keep 30 dB",
-        "note: there is nothing to change",
-    ]
+    assert lines_of(recommendation=nothing)[-1] == (
+        "note: nothing to recommend to keep 30 dB: there is nothing to change"
+    )
+    one = results.Recommendation(37.0, trials().trials[:1], None)
+    assert lines_of(recommendation=one)[1] == (
+        "WARNING: the only setting that was tried is not enough to keep 37 dB"
+    )
 
 
 # --- remarks and facts ---------------------------------------------------------------------------
@@ -160,8 +163,15 @@ def test_remarks_are_notes() -> None:
     assert lines[-2:] == ["note: no SSIM: a reason", "note: another"]
 
 
+def test_warnings_stand_right_below_the_scores() -> None:
+    lines = lines_of(warnings=("broken",), recommendation=trials(None))
+    assert lines[1] == "WARNING: broken" and lines[2].startswith("WARNING: none of 5 settings")
+
+
 def test_the_facts_are_the_whole_comparison() -> None:
-    made = comparison(layers=layers(12), recommendation=trials(), remarks=("a remark",))
+    made = comparison(
+        layers=layers(12), recommendation=trials(), remarks=("a remark",), warnings=("a warning",)
+    )
     found = report.report_of(made, shape.detail("written", files=["a"]))
     facts = shape.Report.from_json(found.to_json()).facts
     expected = json.loads(json.dumps(dataclasses.asdict(made)))

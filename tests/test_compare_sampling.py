@@ -27,10 +27,7 @@ def by_hand(comfy: ModuleType, patcher: Any, given: Any) -> torch.Tensor:
     """The first output of core's node."""
     from comfy_extras.nodes_custom_sampler import SamplerCustom
 
-    values = {name: getattr(given, name) for name in vars(given)}
-    return comfy.flatten_latent(
-        comfy.run_node(SamplerCustom, model=patcher, add_noise=True, **values)[0]["samples"]
-    )
+    return comfy.flatten_latent(comfy.run_node(SamplerCustom, model=patcher, **vars(given))[0]["samples"])
 
 
 @pytest.mark.core
@@ -60,6 +57,25 @@ def test_masks_batches_and_cfg(comfy: ModuleType, tiny: MakeTiny) -> None:
     expected = by_hand(comfy, patcher, given)
     assert torch.equal(sampling.sample(patcher, given).latent["samples"], expected)
     assert not torch.equal(by_hand(comfy, patcher, inputs(comfy, model, latent_image=latent)), expected)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("family", ["wan", "h3"])
+def test_the_second_stage_starts_from_the_latent_as_it_is(
+    comfy: ModuleType, tiny: MakeTiny, family: str
+) -> None:
+    model = tiny(family)
+    source = comfy.load_unet(model.path)
+    int8 = quantize(comfy, source)[0]
+    sigmas = torch.linspace(1.0, 0.0, 5)
+    first = sampling.sample(source, inputs(comfy, model, sigmas=sigmas[:3])).latent
+    given = inputs(comfy, model, sigmas=sigmas[2:], latent_image=first, add_noise=False)
+    latent, reference, found = compare(int8, None, given)
+    for made, patcher in ((latent, int8), (reference, source)):
+        assert torch.equal(comfy.flatten_latent(made["samples"]), by_hand(comfy, patcher, given))
+    with_noise = inputs(comfy, model, sigmas=sigmas[2:], latent_image=first)
+    assert not torch.equal(by_hand(comfy, source, given), by_hand(comfy, source, with_noise))
+    assert [step.sigma for step in found.steps] == pytest.approx([0.5, 0.25])
 
 
 def path(patcher: Any, given: Any) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
@@ -248,7 +264,7 @@ def test_another_family(comfy: ModuleType, tiny: MakeTiny) -> None:
 def test_a_schedule_without_a_step(comfy: ModuleType, tiny: MakeTiny) -> None:
     model = tiny("wan")
     for sigmas in (torch.tensor([1.0]), torch.tensor([])):
-        with pytest.raises(ValueError, match=rf"sigmas has {len(sigmas)} values, which is no step"):
+        with pytest.raises(ValueError, match=rf"sigmas has {len(sigmas)} values?, which is no step"):
             compare(comfy.load_unet(model.path), None, inputs(comfy, model, sigmas=sigmas))
 
 
@@ -257,8 +273,10 @@ def test_numbers_that_are_none(comfy: ModuleType, tiny: MakeTiny) -> None:
     source, broken = comfy.load_unet(model.path), comfy.load_unet(model.path)
     broken.model.diffusion_model.head.head.bias.fill_(float("nan"))
     *_, found = compare(broken, source, inputs(comfy, model))
-    assert "the result of the model has NaN or infinite values, so its scores mean nothing" in found.remarks
-    assert found.final.psnr != found.final.psnr
+    assert found.warnings == (
+        "the result of the model has NaN or infinite values, so its scores mean nothing",
+    )
+    assert found.final.psnr != found.final.psnr and found.remarks == ()
 
 
 class Decoder:
@@ -310,8 +328,52 @@ def test_samplers_that_adapt_their_steps(comfy: ModuleType, tiny: MakeTiny) -> N
     *_, found = compare(source, source.clone(), given)
     assert len(found.steps) == 2
     assert found.remarks == (
-        "the sampler took 2 steps for the model and 4 for the reference; the first 2 are compared",
+        "the sampler took 2 steps for the model and 4 for the reference; the first 2 of each are compared",
     )
-    *_, found = compare(source, source.clone(), given)
+    texts: list[str] = []
+    *_, found = compare(source, source.clone(), given, progress=texts.append)
+    assert texts == [
+        text for who in ("reference", "model") for text in (f"{who}: 0 of 3 steps", f"{who}: done in 0 steps")
+    ]
     assert found.steps == () and "the sampler tells nothing of its steps" in found.remarks[0]
     assert found.model.seconds_per_step > 0
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpm_fast", "dpm_adaptive"])
+def test_the_sigma_of_a_step_is_one_that_the_model_saw(
+    comfy: ModuleType, tiny: MakeTiny, sampler: str
+) -> None:
+    model = tiny("wan")
+    source = comfy.load_unet(model.path)
+    seen: list[float] = []
+
+    def look(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        [options] = [x for x in (*args, *kwargs.values()) if isinstance(x, dict) and "sigmas" in x]
+        seen.append(options["sigmas"][0].item())
+        return executor(*args, **kwargs)
+
+    int8 = quantize(comfy, source)[0]
+    int8.add_wrapper("diffusion_model", look)
+    sigmas = torch.linspace(0.9, 0.1, 5)
+    texts: list[str] = []
+    given = inputs(comfy, model, sigmas=sigmas, sampler=sampler)
+    *_, found = compare(int8, source, given, progress=texts.append, layers=True)
+    ours = [step.sigma for step in found.steps]
+    assert ours and set(ours) <= set(seen)
+    looked = [x for x in found.remarks if "layers were looked at" in x]
+    if sampler in ("euler", "heun"):
+        assert ours == pytest.approx(sigmas[:-1].tolist()) and not looked
+        assert texts[-1] == "model: 4 of 4 steps"
+        return
+    steps = len(ours)
+    assert steps != 4 and texts[-1] == f"model: done in {steps} steps"
+    assert not [text for text in texts if text.startswith("model: 5 of 4")]
+    where = "step 1" if sampler == "dpm_fast" else "steps 1, 3, 4"
+    assert looked == [
+        f"the schedule has 4 steps and the sampler took {steps}; layers were looked at in {where} alone"
+    ]
+    # Errors of INT8 have the adaptive one take steps of another size.
+    apart = [
+        x for x in found.remarks if x.startswith("the sampler took the two models through different sigmas")
+    ]
+    assert len(apart) == (sampler == "dpm_adaptive")

@@ -225,6 +225,7 @@ def test_the_contract_of_the_compare_node_is_what_was_published() -> None:
     found = {slot["name"]: slot.get("options", slot.get("default")) for slot in node["inputs"]}
     expected = {
         "model": None,
+        "add_noise": True,
         "noise_seed": 0,
         "cfg": 8.0,
         "positive": None,

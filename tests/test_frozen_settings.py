@@ -85,6 +85,7 @@ def test_a_frozen_workflow_gives_every_compare_setting_by_name(info: Info) -> No
     [node] = [node for node in recorded_api(path).values() if node["class_type"] == COMPARE]
     assert node["inputs"] == {
         "model": ["3", 0],
+        "add_noise": False,
         "noise_seed": 11,
         "cfg": 3.5,
         "positive": ["5", 0],

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ..applied import Settings, settings_of
 from ..errors import KitchenSolError
 from ..failures import first_line, is_out_of_memory
+from ..units import counted
 from .config import NODE, CompareConfig
 from .layers import int8_names
 from .metrics import streams
 from .outcome import Reference, broken, results_of
-from .pair import Pair, Progress, telling
+from .pair import Pair, Progress, finished, telling
 from .results import Comparison
 from .sampling import Inputs, sample, start_of
 from .search import Search
@@ -49,18 +50,18 @@ def compare(
     if not inputs.steps:
         raise KitchenSolError(
             NODE,
-            f"sigmas has {inputs.sigmas.shape[-1]} values, which is no step.",
+            f"sigmas has {counted(inputs.sigmas.shape[-1], 'value')}, which is no step.",
             "Connect a scheduler with one step or more.",
         )
     remarks = list(_no_difference(model, reference))
     reference = without_our_patches(model) if reference is None else reference
     _require_alike(model, reference, inputs)
     names = int8_names(model.model.diffusion_model) if config.layers else ()
-    pair = Pair(inputs, progress, names, config.layers or config.recommends)
+    pair = Pair(inputs, progress, names, config.layers)
     first, second = pair.sample_reference(reference), pair.sample_model(model)
     result, other = results_of(first.latent, second.latent, vae)
     layers = pair.layers() if config.layers else ()
-    remarks += (*broken(first.latent, "reference"), *broken(second.latent, "model"))
+    unusable = broken(first.latent, result.result, "reference")
     if config.layers and not layers and not names:
         remarks.append(
             "no layer was looked at: the model has no INT8 layer, and no attention went through Sol or a"
@@ -73,22 +74,28 @@ def compare(
         first.usage,
         layers,
         remarks=(*remarks, *result.remarks, *pair.remarks()),
+        warnings=(*unusable, *broken(second.latent, other, "model")),
     )
-    if config.recommends:
+    if config.recommends and unusable:
+        found = _without_recommendation(found, "there is nothing to measure other settings against")
+    elif config.recommends:
         try:
-            search = _search(model, reference, inputs, config, progress, result, found)
+            search = _search(model, inputs, config, progress, result, found)
             found = replace(found, recommendation=search.run(found.layers, pair.sparse))
         except (KitchenSolError, RuntimeError) as error:  # two samplings are done; they are not to be lost
             if not (refused := isinstance(error, KitchenSolError)) and not is_out_of_memory(error):
                 raise
             why = str(error) if refused else first_line(error)
-            found = replace(found, remarks=(*found.remarks, f"no recommendation: {why}"))
+            found = _without_recommendation(found, why)
     return second.latent, first.latent, found
+
+
+def _without_recommendation(found: Comparison, why: str) -> Comparison:
+    return replace(found, remarks=(*found.remarks, f"no recommendation: {why}"))
 
 
 def _search(
     model: ModelPatcher,
-    reference: ModelPatcher,
     inputs: Inputs,
     config: CompareConfig,
     progress: Progress,
@@ -97,16 +104,12 @@ def _search(
 ) -> Search:
     def measure(patcher: ModelPatcher, name: str) -> float:
         sampled = sample(patcher, inputs, telling(progress, name, inputs.steps))
+        finished(progress, name, inputs.steps, sampled.steps)
         return result.psnr(sampled.latent)
 
-    remarks = []
-    try:
-        base = without_our_patches(model)
-    except KitchenSolError:
-        base = without_our_patches(reference)
-        remarks.append("the trials start from the model at `reference`; they hold if it has the same LoRA")
-    if not config.layers:
-        remarks.append("no layers are proposed, because `layers` is off")
+    # Not from the model at `reference`: with another LoRA in it, what is measured would not hold for `model`.
+    base = without_our_patches(model)
+    remarks = [] if config.layers else ["no layers are proposed, because `layers` is off"]
     return Search(base, settings_of(model), config.keep_psnr, measure, found.final.psnr, remarks)
 
 

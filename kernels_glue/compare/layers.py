@@ -182,32 +182,50 @@ def owners(names: Collection[str], blocks: Sequence[str]) -> dict[str, list[str]
 
 
 @dataclass
-class AttentionErrors:
-    """An observer of Sol Attention Patch: compares calls with exact attention of some query rows.
+class SparseCalls:
+    """An observer of Sol Attention Patch that counts.
 
     Attributes:
-        steps: at which steps; a layer's first call is looked at whenever it comes.
         sparse: sparse calls that were made.
     """
 
-    steps: Collection[int]
     sparse: int = 0
-    _step: int = 0
-    _last: dict[tuple[str, int], int] = field(default_factory=dict)
-    _errors: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo: Any) -> AttentionErrors:
+    def __deepcopy__(self, memo: Any) -> SparseCalls:
         return self  # of copied options: all calls of a sampling count together
-
-    def advance(self) -> None:
-        """The next step begins."""
-        self._step += 1
 
     def __call__(self, layer: int, call: AttentionCall, out: torch.Tensor, path: str) -> None:
         """See attention.evaluation.Observer."""
-        sparse = path.startswith("sparse")
-        self.sparse += sparse
-        key = ("attention" if sparse else "dense attention", layer)
+        self.sparse += path.startswith("sparse")
+
+    def advance(self) -> None:
+        """The next step begins."""
+
+    def errors(self) -> tuple[LayerError, ...]:
+        """Of each layer that was looked at."""
+        return ()
+
+
+@dataclass
+class AttentionErrors(SparseCalls):
+    """Also compares calls with exact attention of some query rows.
+
+    Attributes:
+        steps: at which steps; a layer's first call is looked at whenever it comes.
+    """
+
+    steps: Collection[int] = ()
+    _step: int = 0
+    _last: dict[tuple[str, int], int] = field(default_factory=dict)
+    _errors: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
+    _exact: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
+
+    def advance(self) -> None:
+        self._step += 1
+
+    def __call__(self, layer: int, call: AttentionCall, out: torch.Tensor, path: str) -> None:
+        super().__call__(layer, call, out, path)
+        key = ("attention" if path.startswith("sparse") else "dense attention", layer)
         last = self._last.get(key)
         if last == self._step or not (last is None or self._step in self.steps):
             return
@@ -217,10 +235,19 @@ class AttentionErrors:
         index = evenly_spaced(call.tokens, QUERY_ROWS, out.device)
         exact = plain(replace(call, q=call.q[:, :, index], flat_output=False))
         self._errors.setdefault(key, []).append(_relative(out[:, :, index], exact))
+        self._exact.setdefault(key, []).append(exact.isfinite().all())
 
     def errors(self) -> tuple[LayerError, ...]:
-        """Of each layer that was looked at; waits for the device."""
-        return tuple(_layer_error(str(layer), kind, errors) for (kind, layer), errors in self._errors.items())
+        """Of each layer that was looked at; waits for the device.
+
+        A call whose exact attention is not finite got what a layer before it broke, so it does not count.
+        """
+        found = []
+        for (kind, layer), errors in self._errors.items():
+            exact = torch.stack(self._exact[kind, layer]).tolist()
+            if sound := [error for error, finite in zip(errors, exact, strict=True) if finite]:
+                found.append(_layer_error(str(layer), kind, sound))
+        return tuple(found)
 
 
 def _block_names(model: torch.nn.Module) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +50,18 @@ def results_of(reference: dict[str, Any], model: dict[str, Any], vae: Any) -> tu
     return Reference(reference["samples"], None, remarks), model["samples"]
 
 
-def broken(latent: dict[str, Any], who: str) -> Iterator[str]:
-    """A remark where a result has values that are no numbers."""
-    if not all(torch.isfinite(part).all() for part in streams(latent["samples"])):
-        yield f"the result of the {who} has NaN or infinite values, so its scores mean nothing"
+def broken(latent: dict[str, Any], result: Any, who: str) -> tuple[str, ...]:
+    """A warning where a LATENT, or the result that was made of it, has values that are no numbers."""
+    if not _finite(latent["samples"]):
+        return (f"the result of the {who} has NaN or infinite values, so its scores mean nothing",)
+    if not _finite(result):
+        why = f"the VAE makes NaN or infinite values of the result of the {who}"
+        return (f"{why}, so its scores mean nothing; without `vae`, latents are compared",)
+    return ()
+
+
+def _finite(samples: Any) -> bool:
+    return all(torch.isfinite(part).all() for part in streams(samples))
 
 
 def _decoded(vae: Any, latent: dict[str, Any]) -> torch.Tensor:

@@ -71,11 +71,11 @@ def perceptual_distance(model: torch.Tensor, reference: torch.Tensor) -> tuple[f
     Returns:
         The distance, None where it could not be computed, and remarks.
     """
-    if importlib.util.find_spec("lpips") is None:
-        return None, ["no LPIPS: the package lpips is not installed (pip install lpips)"]
     first, second = (_frames(tensor, True) for tensor in (model, reference))
     chosen = sampled(len(first), MAX_FRAMES)
     try:
+        if importlib.util.find_spec("lpips") is None:
+            return None, ["no LPIPS: the package lpips is not installed (pip install lpips)"]
         import lpips
 
         # The network is first filled with random numbers; other nodes' are to stay the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch
 
 from ..figures import as_image, new_figure
 from .results import Comparison, LayerError, Recommendation, StepScore
-from .wording import scores
+from .wording import relative, scores
 from .worst import NAMED, Worst, name_of, worst_of
 
 if TYPE_CHECKING:
@@ -23,8 +23,13 @@ _BLUE, _ORANGE, _GREEN, _GREY = "#2f6fde", "#d9722b", "#2c9f5b", "#7a818c"
 _PAD = 0.1  # inches, of 100 pixels
 # Beyond this many steps the dots of a line run into each other.
 _DOTS = 50
+# More numbers of steps than this along an axis run into each other.
+_TICKS = 6
 _LABELS = {"fontsize": 14}
+_TRIANGLE = {"marker": "^", "linestyle": "", "markersize": 9}
 _NAME = 34
+
+NOTHING = "no finite value"
 
 Panel = Callable[["Axes"], None]
 
@@ -75,59 +80,89 @@ def _title(comparison: Comparison) -> str:
 
 
 def _psnr(axes: Axes, steps: Sequence[StepScore]) -> None:
-    for label, color, values in (
-        ("prediction", _BLUE, [step.denoised.psnr for step in steps]),
-        ("latent", _ORANGE, [step.latent.psnr for step in steps]),
-    ):
-        _line(axes, label, color, values)
+    lines = {
+        "prediction": (_BLUE, [step.denoised.psnr for step in steps]),
+        "latent": (_ORANGE, [step.latent.psnr for step in steps]),
+    }
+    _lines(axes, lines)
+    for color, values in lines.values():
         equal = [number for number, value in enumerate(values, 1) if value == math.inf]
         # There is no height for infinity: on the upper edge.
         axes.plot(
             equal,
             [1.0] * len(equal),
             color=color,
-            marker="^",
-            linestyle="",
-            markersize=9,
             clip_on=False,
             transform=axes.get_xaxis_transform(),
-            label=f"{label}, equal" if equal else None,
+            **_TRIANGLE,
         )
+    if any(math.inf in values for _, values in lines.values()):
+        axes.plot([], [], color=_GREY, label="equal", **_TRIANGLE)
     _by_step(axes, len(steps), "PSNR, dB")
 
 
 def _errors(axes: Axes, steps: Sequence[StepScore]) -> None:
-    _line(axes, "prediction", _BLUE, [step.denoised.relative_l2 for step in steps])
-    _line(axes, "latent", _ORANGE, [step.latent.relative_l2 for step in steps])
+    lines = {
+        "prediction": (_BLUE, [step.denoised.relative_l2 for step in steps]),
+        "latent": (_ORANGE, [step.latent.relative_l2 for step in steps]),
+    }
+    _lines(axes, lines)
     _by_step(axes, len(steps), "relative L2 error")
     axes.set_ylim(bottom=0)
 
 
-def _line(axes: Axes, label: str, color: str, values: Sequence[float]) -> None:
-    # matplotlib leaves out what is not finite.
-    marker = "o" if len(values) <= _DOTS else ""
-    axes.plot(range(1, len(values) + 1), values, color=color, marker=marker, label=label)
+def _lines(axes: Axes, lines: Mapping[str, tuple[str, Sequence[float]]]) -> None:
+    for label, (color, values) in lines.items():
+        # matplotlib leaves out what is not finite.
+        marker = "o" if len(values) <= _DOTS else ""
+        axes.plot(range(1, len(values) + 1), values, color=color, marker=marker, label=label)
+    if not any(math.isfinite(value) for _, values in lines.values() for value in values):
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, NOTHING, ha="center", va="center", transform=axes.transAxes, **_LABELS)
 
 
 def _by_step(axes: Axes, count: int, label: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlim(0.5, max(count, 1) + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(_TICKS, integer=True, min_n_ticks=1))
     axes.set_xlabel("step", **_LABELS)
     axes.set_ylabel(label, **_LABELS)
-    axes.legend(fontsize=12)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Above the panel, where it hides nothing."""
+    count = len(axes.get_legend_handles_labels()[1])
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=count,
+        fontsize=12,
+        frameon=False,
+        borderaxespad=0.1,
+        columnspacing=1.2,
+        handlelength=1.4,
+    )
 
 
 def _layers(axes: Axes, worst: Worst) -> None:
     shown = worst.layers[::-1]  # bars are drawn from below
-    # What is not a number has no length.
-    errors = [layer.error if math.isfinite(layer.error) else 0.0 for layer in shown]
-    bars = axes.barh([_short(layer) for layer in shown], errors, color=_BLUE)
+    finite = [layer.error for layer in shown if math.isfinite(layer.error)]
+    longest = max(finite, default=0.0) or 1.0
+    for height, layer in enumerate(shown):
+        known = math.isfinite(layer.error)
+        # What is not a number is worse than any that is.
+        axes.barh(height, layer.error if known else longest, color=_BLUE if known else _ORANGE)
+    axes.set_yticks(range(len(shown)), [_short(layer) for layer in shown])
+    axes.set_xticks([])
+    axes.set_xlim(0, longest * 1.05)
     axes.set_ylim(len(shown) - NAMED - 0.5, len(shown) - 0.5)
-    axes.bar_label(bars, fmt="%.2g", padding=4, fontsize=11)
-    axes.margins(x=0.15)
-    axes.set_xlabel(f"relative error, {worst.title}", **_LABELS)
+    axes.set_title(f"relative error,\n{worst.title}", **_LABELS)
+    # The numbers stand beside the frame: a bar may leave no room within it.
+    numbers = axes.secondary_yaxis("right")
+    numbers.set_yticks(range(len(shown)), [relative(layer.error) for layer in shown])
+    numbers.tick_params(labelsize=11, length=0)
 
 
 def _short(layer: LayerError) -> str:
@@ -155,4 +190,4 @@ def _trials(axes: Axes, found: Recommendation) -> None:
     axes.margins(0.08)
     axes.set_xlabel("tau", **_LABELS)
     axes.set_ylabel("PSNR of the result, dB", **_LABELS)
-    axes.legend(fontsize=12)
+    _legend(axes)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..applied import Settings
+from ..attention.config import NODE as SOL
+from ..quantization.config import NODE as INT8
 from ..quantization.patterns import first_match, parse_patterns
 from .results import LayerError
 
@@ -21,16 +23,23 @@ TAU_STEP = 0.05
 TAU_LOWEST, TAU_HIGHEST = 0.0, 3.0
 
 MONOTONE = "the search relies on PSNR falling as tau rises; values between those tried were not sampled"
+IDLE_TAU = "tau changed nothing: the result is the same at both ends of what was to be searched"
 ONE_SEED = "measured with this seed, prompt and number of steps; others give other numbers"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings that a recommendation is about; see results.Trial for their form."""
+    """The settings that a recommendation is about, in the form of results.Trial.
+
+    None belongs to a node that is not there.
+    """
 
     tau: float | None
     ignored_layers: str | None
     dense_layers: str | None
+
+
+NOTHING = Choice(None, None, None)
 
 
 def choice_of(settings: Settings) -> Choice:
@@ -43,13 +52,41 @@ def choice_of(settings: Settings) -> Choice:
 
 
 def with_choice(settings: Settings, choice: Choice) -> Settings:
-    """The settings of a model with a choice in place of what they say about it."""
-    int8, sol = settings.int8, settings.sol
-    if int8 is not None:
-        int8 = replace(int8, ignored_layers=choice.ignored_layers)
-    if sol is not None:
-        sol = replace(sol, tau=choice.tau, dense_layers=choice.dense_layers)
-    return replace(settings, int8=int8, sol=sol)
+    """The settings of a model with a choice in place of what they say about it.
+
+    Without the nodes that the choice has no values for.
+    """
+    if settings.int8 is None or choice.ignored_layers is None:
+        settings = replace(settings, int8=None, int8_before=(), baked=())
+    else:
+        settings = replace(settings, int8=replace(settings.int8, ignored_layers=choice.ignored_layers))
+    if settings.sol is None or choice.tau is None:
+        return replace(settings, sol=None)
+    sol = replace(settings.sol, tau=choice.tau, dense_layers=choice.dense_layers)
+    return replace(settings, sol=sol)
+
+
+def single_nodes(choice: Choice) -> dict[str, Choice]:
+    """The choice of each node alone, by the node's name; nothing where there are not both."""
+    if choice.ignored_layers is None or choice.tau is None:
+        return {}
+    return {
+        INT8: replace(choice, tau=None, dense_layers=None),
+        SOL: replace(choice, ignored_layers=None),
+    }
+
+
+# --- PSNR ---------------------------------------------------------------------------------------
+
+
+def worth(psnr: float) -> float:
+    """A PSNR to order by: a result without one is worse than any."""
+    return -math.inf if math.isnan(psnr) else psnr
+
+
+def equal(one: float, other: float) -> bool:
+    """Whether two results are equally good, those without a PSNR among them."""
+    return worth(one) == worth(other)
 
 
 # --- layers -------------------------------------------------------------------------------------
@@ -132,6 +169,11 @@ def taus_to_try(current: float, kept: bool) -> tuple[float, ...]:
     count = round((TAU_HIGHEST - TAU_LOWEST) / TAU_STEP)
     grid = (round(TAU_LOWEST + TAU_STEP * i, 2) for i in range(count + 1))
     return tuple(tau for tau in grid if (tau > current if kept else tau < current))
+
+
+def first_tried(values: Sequence[float]) -> float:
+    """The value that `largest_kept` asks about first."""
+    return values[(len(values) - 1) // 2]
 
 
 def largest_kept(values: Sequence[float], keeps: Callable[[float], bool]) -> float | None:

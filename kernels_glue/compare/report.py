@@ -32,6 +32,7 @@ def report_of(comparison: Comparison, *more: Line) -> Report:
     return Report.of(
         NODE,
         [headline(wording.scores(comparison.final), final=asdict(comparison.final))],
+        [warning(text, warnings=[text]) for text in comparison.warnings],
         _usage_lines(comparison.model, comparison.reference),
         _step_lines(comparison.steps),
         _layer_lines(comparison.layers),
@@ -75,7 +76,8 @@ def _step_lines(steps: Sequence[StepScore]) -> Iterator[Line]:
         return
     facts = {"steps": [_step_facts(step) for step in steps]}
     if all(step.denoised.psnr == math.inf for step in steps):
-        yield detail(f"all {len(steps)} predictions are equal", **facts)
+        equal = "the only prediction is" if len(steps) == 1 else f"all {len(steps)} predictions are"
+        yield detail(f"{equal} equal", **facts)
         return
     # What is not a number is worse than any.
     worst = min(steps, key=lambda step: -math.inf if math.isnan(step.denoised.psnr) else step.denoised.psnr)
@@ -115,9 +117,16 @@ def _recommendation_lines(found: Recommendation | None) -> Iterator[Line]:
         yield from map(detail, _settings(found.chosen))
     elif found.trials:
         # How close the best one came is among the remarks.
-        yield warning(f"none of {len(found.trials)} settings that were tried is enough {kept}", **facts)
+        tried = len(found.trials)
+        none = (
+            "the only setting that was tried is not"
+            if tried == 1
+            else f"none of {tried} settings that were tried is"
+        )
+        yield warning(f"{none} enough {kept}", **facts)
     else:
-        yield note(f"nothing to recommend {kept}", **facts)
+        yield note(": ".join([f"nothing to recommend {kept}", *found.remarks]), **facts)
+        return
     for remark in found.remarks:
         yield note(remark)
 

@@ -12,6 +12,9 @@ from .config import NODE
 # What this package uses by name, and what the other nodes stand on: a comparison applies them anew.
 _OWN = (
     "comfy.model_management.current_loaded_models",
+    "comfy.nested_tensor.NestedTensor",
+    "comfy.patcher_extension.WrappersMP.APPLY_MODEL",
+    "comfy.patcher_extension.add_wrapper",
     "comfy.sample.fix_empty_latent_channels",
     "comfy.sample.prepare_noise",
     "comfy.sample.sample_custom",

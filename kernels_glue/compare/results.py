@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class StepScore:
 
     Attributes:
         step: from 0.
-        sigma: at its beginning.
+        sigma: at which the model was last evaluated before the sampler told of the step. Of samplers that
+            keep to the schedule it is that of the step's beginning; NaN if it was not evaluated.
         denoised: of the prediction of the clean latent.
         latent: of the noisy latent that the step starts from.
     """
@@ -120,20 +122,28 @@ class Recommendation:
 
     Attributes:
         limit: dB that the user asked to keep.
-        trials: every sampling made for it, in order.
+        trials: every sampling made for it, in order; none where there is nothing to set.
         chosen: the trial to take over; None where no setting that was tried keeps the limit.
         remarks: what limits its meaning.
+        alone: PSNR with one of the model's nodes alone, by the node's name; where no trial keeps the limit
+            and there are both INT8 and Sol.
     """
 
     limit: float
     trials: tuple[Trial, ...]
     chosen: Trial | None
     remarks: tuple[str, ...] = ()
+    alone: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that one run of the node finds."""
+    """All that one run of the node finds.
+
+    Attributes:
+        remarks: what was not looked at and why.
+        warnings: what makes the scores mean nothing.
+    """
 
     steps: tuple[StepScore, ...]
     final: FinalScore
@@ -142,3 +152,4 @@ class Comparison:
     layers: tuple[LayerError, ...] = ()
     recommendation: Recommendation | None = None
     remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import comfy.nested_tensor
+import comfy.patcher_extension
 import comfy.sample
 import comfy.utils
 import latent_preview
 import torch
 
 from .meter import Meter
+from .metrics import streams
 from .results import Usage
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-# Told of each step when its prediction is known: (step, sigma, denoised, latent). The tensors are the ones
-# of the sampler, which may write into them afterwards; those of audio-video models are core's NestedTensor.
+# Told of each step when its prediction is known: (step, sigma as in StepScore, denoised, latent). The tensors
+# are the ones of the sampler, which may write into them afterwards; those of audio-video models are core's
+# NestedTensor.
 EachStep = Callable[[int, float, Any, Any], None]
 
 
@@ -30,6 +35,7 @@ class Inputs:
     Attributes:
         noise_seed: of the noise that both start from.
         latent_image: core's LATENT dict.
+        add_noise: False: the latent is the start as it is, with the noise that an earlier stage left in it.
     """
 
     noise_seed: int
@@ -39,6 +45,7 @@ class Inputs:
     sampler: Any
     sigmas: torch.Tensor
     latent_image: dict[str, Any]
+    add_noise: bool = True
 
     @property
     def steps(self) -> int:
@@ -87,27 +94,25 @@ def sample(
     """
     latent = dict(inputs.latent_image)
     start = latent["samples"] = start_of(model, inputs)
-    noise = comfy.sample.prepare_noise(start, inputs.noise_seed, latent.get("batch_index"))
     preview = latent_preview.prepare_callback(model, inputs.steps)
     meter = Meter(model, disturbed)
+    sigmas = _Sigmas()
     seen = 0
 
     def callback(step: int, denoised: Any, x: Any, total: int) -> None:
         nonlocal seen
         meter.step()
         if each_step is not None:
-            # Samplers that adapt their steps tell of more than the schedule has.
-            sigma = float(inputs.sigmas[min(seen, len(inputs.sigmas) - 1)])
-            each_step(seen, sigma, denoised, x)
+            each_step(seen, sigmas.last(), denoised, x)
         seen += 1
         preview(step, denoised, x, total)
         meter.resume()
 
     samples = comfy.sample.sample_custom(
         model,
-        noise,
+        _noise(start, inputs, latent.get("batch_index")),
         inputs.cfg,
-        _beginning(inputs.sampler, meter.begin, options or {}),
+        _beginning(inputs.sampler, meter.begin, options or {}, sigmas),
         inputs.sigmas,
         inputs.positive,
         inputs.negative,
@@ -123,13 +128,48 @@ def sample(
     return Sampled(latent, meter.usage(), seen)
 
 
-def _beginning(sampler: Any, begin: Callable[[], None], options: dict[str, Any]) -> Any:
+def _noise(start: Any, inputs: Inputs, batch_index: Any) -> Any:
+    """As core's SamplerCustom makes it."""
+    if inputs.add_noise:
+        return comfy.sample.prepare_noise(start, inputs.noise_seed, batch_index)
+    zeros = [torch.zeros(part.shape, dtype=part.dtype, device="cpu") for part in streams(start)]
+    return comfy.nested_tensor.NestedTensor(zeros) if getattr(start, "is_nested", False) else zeros[0]
+
+
+class _Sigmas:
+    """Knows the sigma that the model was evaluated at last.
+
+    The schedule does not tell: some samplers choose steps of their own. The device is waited for when asked.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.Tensor | None = None
+
+    def last(self) -> float:
+        """NaN before the first evaluation."""
+        return math.nan if self._last is None else float(self._last)
+
+    def watch(self, transformer_options: dict[str, Any]) -> None:
+        """Looks at the evaluations that get these options."""
+
+        def look(executor: Any, x: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # Of a batch, all have the same. Samplers write into their tensors.
+            self._last = t.reshape(-1)[0].clone()
+            return executor(x, t, *args, **kwargs)
+
+        kind = comfy.patcher_extension.WrappersMP.APPLY_MODEL
+        comfy.patcher_extension.add_wrapper(kind, look, transformer_options)
+
+
+def _beginning(sampler: Any, begin: Callable[[], None], options: dict[str, Any], seen: _Sigmas) -> Any:
     """A copy of a sampler object that says when it begins, which is after the model was loaded."""
     telling = copy.copy(sampler)
 
     def begun(model_wrap: Any, sigmas: Any, extra_args: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         # Core makes these options anew for each sampling.
-        extra_args["model_options"].setdefault("transformer_options", {}).update(options)
+        transformer_options = extra_args["model_options"].setdefault("transformer_options", {})
+        transformer_options.update(options)
+        seen.watch(transformer_options)
         begin()
         return sampler.sample(model_wrap, sigmas, extra_args, *args, **kwargs)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..applied import Settings
 from ..errors import KitchenSolError
-from . import recommend
+from . import recommend, wording
 from .recommend import Choice
 from .results import LayerError, Recommendation, Trial
 from .settings import apply_settings
@@ -54,7 +54,11 @@ class Search:
         Raises:
             KitchenSolError: a node refuses the settings that it had.
         """
-        best = self._took(recommend.choice_of(self.settings), self.first)
+        now = recommend.choice_of(self.settings)
+        if now == recommend.NOTHING:
+            why = "the model has neither INT8 nor Sol of this pack"
+            return Recommendation(self.limit, (), None, (why,))
+        best, alone = self._took(now, self.first), {}
         try:
             searches_tau = best.tau is not None and sparse
             # Layers that are left alone take time and memory: not where nothing is gained by it.
@@ -64,18 +68,13 @@ class Search:
                 best = self._with_tau(best)
             elif best.tau is not None:
                 self.remarks.append("no attention was sparse, so tau changed nothing and was not searched")
+            if not best.psnr >= self.limit:
+                alone = self._blame()
         finally:
             self._forget()
-        if best.ignored_layers is None and best.tau is None:
-            self.remarks.append("the model has neither INT8 nor Sol of this pack, so there is nothing to set")
         chosen = best if best.psnr >= self.limit else None
-        if chosen is None:
-            # NaN compares with nothing.
-            found = [trial.psnr for trial in self._trials if not math.isnan(trial.psnr)]
-            highest = max(found, default=math.nan)
-            self.remarks.append(f"no setting that was tried keeps it; the best has {highest:.2f} dB")
         self.remarks.append(recommend.ONE_SEED)
-        return Recommendation(self.limit, tuple(self._trials), chosen, tuple(self.remarks))
+        return Recommendation(self.limit, tuple(self._trials), chosen, tuple(self.remarks), alone)
 
     def _without_layers(self, best: Trial, layers: Sequence[LayerError]) -> Trial:
         """The better one of a trial and the same with the layers that stand out left alone."""
@@ -88,32 +87,62 @@ class Search:
         except KitchenSolError as error:
             self.remarks.append(f"the layers that stand out cannot be left alone: {error.problem}")
             return best
-        if tried.psnr > best.psnr:
+        if recommend.worth(tried.psnr) > recommend.worth(best.psnr):
             return tried
         self.remarks.append("leaving the layers that stand out alone gained nothing")
         return best
 
     def _with_tau(self, best: Trial) -> Trial:
         """The trial with the largest tau that keeps the limit."""
-        values = recommend.taus_to_try(best.tau, best.psnr >= self.limit)
+        kept = best.psnr >= self.limit
+        values = recommend.taus_to_try(best.tau, kept)
         found: dict[float, Trial] = {}
 
-        def keeps(tau: float) -> bool:
-            found[tau] = self._try(replace(_choice(best), tau=tau))
-            return found[tau].psnr >= self.limit
+        def tried(tau: float) -> Trial:
+            if tau not in found:
+                found[tau] = self._try(replace(_choice(best), tau=tau))
+            return found[tau]
 
-        largest = recommend.largest_kept(values, keeps)
+        # Where the far end is no different, nothing in between is.
+        ends = (recommend.first_tried(values), values[-1 if kept else 0]) if values else ()
+        if ends and all(recommend.equal(tried(tau).psnr, best.psnr) for tau in ends):
+            self.remarks.append(recommend.IDLE_TAU)
+            return best
+        largest = recommend.largest_kept(values, lambda tau: tried(tau).psnr >= self.limit)
         if found:
             self.remarks.append(recommend.MONOTONE)
         if largest == recommend.TAU_HIGHEST:
             self.remarks.append(f"tau above {recommend.TAU_HIGHEST:g} was not tried")
         return best if largest is None else found[largest]
 
+    def _blame(self) -> dict[str, float]:
+        """Says how close the best trial came, and what each of its nodes costs alone."""
+        highest = max(self._trials, key=lambda trial: recommend.worth(trial.psnr))
+        if recommend.worth(highest.psnr) == -math.inf:
+            self.remarks.append("no setting that was tried gives a result with a PSNR")
+        else:
+            best = wording.decibels(highest.psnr)
+            self.remarks.append(f"no setting that was tried keeps it; the best has {best}")
+        try:
+            alone = {
+                node: self._measured(choice, f"{node} alone")
+                for node, choice in recommend.single_nodes(_choice(highest)).items()
+            }
+        except KitchenSolError as error:
+            self.remarks.append(f"what each node costs alone is not known: {error.problem}")
+            return {}
+        if alone:
+            listed = ", ".join(f"{node} alone {wording.decibels(psnr)}" for node, psnr in alone.items())
+            self.remarks.append(f"with the settings of the best, {listed}")
+        return alone
+
     def _try(self, choice: Choice) -> Trial:
+        return self._took(choice, self._measured(choice, _name(choice)))
+
+    def _measured(self, choice: Choice, name: str) -> float:
         settings = recommend.with_choice(self.settings, choice)
         after = replace(settings, int8=None, int8_before=(), baked=())
-        patcher = apply_settings(self._int8(settings), after)
-        return self._took(choice, self.measure(patcher, _name(choice)))
+        return self.measure(apply_settings(self._int8(settings), after), name)
 
     def _took(self, choice: Choice, psnr: float) -> Trial:
         trial = Trial(choice.tau, choice.ignored_layers, choice.dense_layers, psnr)

@@ -114,7 +114,8 @@ def _around_origin(patcher: ModelPatcher, done: Applied) -> ModelPatcher:
         patcher,
         NODE,
         "quantized or streamed layers",
-        "Connect the unquantized model, with the same patch, to the input 'reference'.",
+        "Connect the unquantized model, with the same patch, to the input 'reference'; for a recommendation"
+        " leave the patch out.",
     )
     plain, changes = _alive(*done.origins).clone(), patcher.clone()
     for name, value in vars(changes).items():
@@ -140,7 +141,8 @@ def _alive(*patchers: weakref.ref[ModelPatcher]) -> ModelPatcher:
         raise KitchenSolError(
             NODE,
             "the model before it was quantized or streamed is no longer in memory, so there is nothing to"
-            " compare with.",
-            "Connect the unquantized model to the input 'reference'.",
+            " compare with and to try other settings on.",
+            "Connect the very output that goes into Kitchen INT8 Quantize Model (without one, into Layerwise"
+            " Offload), its LoRA included, to the input 'reference'.",
         )
     return found
