@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +43,14 @@ def compare(
     )
     told = progress if progress is not None else lambda text: None
     return apply.compare(model, reference, given, config, told, vae)
+
+
+def by_hand(patcher: Any, given: Mapping[str, Any]) -> torch.Tensor:
+    """The result of core's node SamplerCustom with these inputs, as a flat or plain tensor on the CPU."""
+    from comfy_extras.nodes_custom_sampler import SamplerCustom
+
+    result = inprocess.run_node(SamplerCustom, model=patcher, **{"add_noise": True, **given})
+    return inprocess.flatten_latent(result[0]["samples"])
 
 
 def psnr(model: torch.Tensor, reference: torch.Tensor) -> float:

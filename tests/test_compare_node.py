@@ -19,6 +19,7 @@ from comfyui import inprocess
 from comfyui.builders import TinyModel
 from comfyui.graphs import Graph, node
 from comfyui.server import ComfyServer, PromptRejected
+from compare_node import by_hand
 from int8_node import quantize
 
 pytestmark = pytest.mark.usefixtures("inference")
@@ -61,14 +62,6 @@ def sampling(tiny: TinyModel, model: Any, seed: int = 5, sampler: str = "euler")
     }
 
 
-def by_core(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """What core's own node makes of the same inputs."""
-    from comfy_extras.nodes_custom_sampler import SamplerCustom
-
-    latent = inprocess.run_node(SamplerCustom, model=model, **{"add_noise": True, **inputs})[0]
-    return inprocess.flatten_latent(latent["samples"])
-
-
 def compare(comfy: ModuleType, model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
     return comfy.run_node(comfy.pack_nodes()[NODE_ID], model=model, **{**DEFAULTS, **inputs, **settings})
 
@@ -85,7 +78,7 @@ def test_both_latents_are_those_of_cores_own_sampling(
     source = comfy.load_unet(model.path)
     quantized, _ = quantize(comfy, source)
     inputs = sampling(model, source)
-    expected = [by_core(patcher, inputs) for patcher in (quantized, source)]
+    expected = [by_hand(patcher, inputs) for patcher in (quantized, source)]
     assert not torch.equal(*expected)
     for reference in ({}, {"reference": source}):
         latent, other, report, plot = compare(comfy, quantized, inputs, filename_prefix="a", **reference)
@@ -111,8 +104,8 @@ def test_without_noise_the_latent_is_the_start(comfy: ModuleType, tiny: MakeTiny
     inputs = sampling(model, source)
     latent, *_ = compare(comfy, quantized, inputs, add_noise=False)
     found = inprocess.flatten_latent(latent["samples"])
-    assert torch.equal(found, by_core(quantized, {**inputs, "add_noise": False}))
-    assert not torch.equal(found, by_core(quantized, inputs))
+    assert torch.equal(found, by_hand(quantized, {**inputs, "add_noise": False}))
+    assert not torch.equal(found, by_hand(quantized, inputs))
 
 
 def test_a_model_without_nodes_of_the_pack_is_equal_to_itself(comfy: ModuleType, tiny: MakeTiny) -> None:

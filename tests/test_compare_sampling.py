@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui import inprocess
 from comfyui.builders import TinyModel
-from compare_node import STEPS, compare, inputs, psnr
+from compare_node import STEPS, by_hand, compare, inputs, psnr
 from int8_node import quantize
 from sol_node import patch
 
@@ -23,13 +23,6 @@ sampling = inprocess.pack_module("kernels_glue.compare.sampling")
 meter = inprocess.pack_module("kernels_glue.compare.meter")
 
 
-def by_hand(comfy: ModuleType, patcher: Any, given: Any) -> torch.Tensor:
-    """The first output of core's node."""
-    from comfy_extras.nodes_custom_sampler import SamplerCustom
-
-    return comfy.flatten_latent(comfy.run_node(SamplerCustom, model=patcher, **vars(given))[0]["samples"])
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("sampler", ["euler", "euler_ancestral", "heun", "uni_pc"])
 @pytest.mark.parametrize("family", ["wan", "h3", "flux"])
@@ -39,7 +32,7 @@ def test_the_bits_are_those_of_samplercustom(
     model = tiny(family)
     patcher = comfy.load_unet(model.path)
     given = inputs(comfy, model, sampler=sampler)
-    expected = by_hand(comfy, patcher, given)
+    expected = by_hand(patcher, vars(given))
     found = sampling.sample(patcher, given)
     assert torch.equal(comfy.flatten_latent(found.latent["samples"]), expected)
     assert found.steps == STEPS and found.latent.keys() == {"samples"} | (
@@ -54,9 +47,9 @@ def test_masks_batches_and_cfg(comfy: ModuleType, tiny: MakeTiny) -> None:
     mask[:, :32] = 1.0
     latent = {"samples": torch.randn(2, 16, 8, 8), "noise_mask": mask, "batch_index": [3, 1]}
     given = inputs(comfy, model, latent_image=latent, cfg=3.0)
-    expected = by_hand(comfy, patcher, given)
+    expected = by_hand(patcher, vars(given))
     assert torch.equal(sampling.sample(patcher, given).latent["samples"], expected)
-    assert not torch.equal(by_hand(comfy, patcher, inputs(comfy, model, latent_image=latent)), expected)
+    assert not torch.equal(by_hand(patcher, vars(inputs(comfy, model, latent_image=latent))), expected)
 
 
 @pytest.mark.core
@@ -72,9 +65,9 @@ def test_the_second_stage_starts_from_the_latent_as_it_is(
     given = inputs(comfy, model, sigmas=sigmas[2:], latent_image=first, add_noise=False)
     latent, reference, found = compare(int8, None, given)
     for made, patcher in ((latent, int8), (reference, source)):
-        assert torch.equal(comfy.flatten_latent(made["samples"]), by_hand(comfy, patcher, given))
+        assert torch.equal(comfy.flatten_latent(made["samples"]), by_hand(patcher, vars(given)))
     with_noise = inputs(comfy, model, sigmas=sigmas[2:], latent_image=first)
-    assert not torch.equal(by_hand(comfy, source, given), by_hand(comfy, source, with_noise))
+    assert not torch.equal(by_hand(source, vars(given)), by_hand(source, vars(with_noise)))
     assert [step.sigma for step in found.steps] == pytest.approx([0.5, 0.25])
 
 
@@ -119,8 +112,8 @@ def test_every_step_against_numpy(comfy: ModuleType, tiny: MakeTiny, family: str
     assert found.steps[0].latent.psnr == float("inf")  # the same noise
     expected = psnr(flat(latent["samples"]), flat(reference["samples"]))
     assert found.final.psnr == pytest.approx(expected, abs=1e-3)
-    assert torch.equal(flat(latent["samples"]), by_hand(comfy, int8, given).reshape(-1))
-    assert torch.equal(flat(reference["samples"]), by_hand(comfy, source, given).reshape(-1))
+    assert torch.equal(flat(latent["samples"]), by_hand(int8, vars(given)).reshape(-1))
+    assert torch.equal(flat(reference["samples"]), by_hand(source, vars(given)).reshape(-1))
 
 
 @pytest.mark.core
@@ -131,8 +124,8 @@ def test_without_a_reference_it_is_the_model_without_the_nodes(comfy: ModuleType
     given = inputs(comfy, model)
     texts: list[str] = []
     latent, reference, found = compare(patched, None, given, progress=texts.append)
-    assert torch.equal(reference["samples"], by_hand(comfy, source, given))
-    assert torch.equal(latent["samples"], by_hand(comfy, patched, given))
+    assert torch.equal(reference["samples"], by_hand(source, vars(given)))
+    assert torch.equal(latent["samples"], by_hand(patched, vars(given)))
     assert 20 < found.final.psnr < 80
     counts = [f"{who}: {step} of 3 steps" for who in ("reference", "model") for step in range(4)]
     assert texts == counts

@@ -16,7 +16,7 @@ import pytest
 import torch
 from comfyui import inprocess
 from comfyui.builders import TinyModel
-from compare_node import compare, hook_count, inputs
+from compare_node import by_hand, compare, hook_count, inputs
 from int8_node import quantize
 from offload_node import DEEP, budget_for, offload
 from sol_node import LONG, patch
@@ -42,29 +42,10 @@ def source(comfy: ModuleType, model: TinyModel) -> Iterator[Any]:
     comfy.unload_all()
 
 
-def by_hand(patcher: Any, given: Any) -> Any:
-    """Core's own node."""
-    from comfy_extras.nodes_custom_sampler import SamplerCustom
-
-    result = inprocess.run_node(
-        SamplerCustom,
-        model=patcher,
-        add_noise=True,
-        noise_seed=given.noise_seed,
-        cfg=given.cfg,
-        positive=given.positive,
-        negative=given.negative,
-        sampler=given.sampler,
-        sigmas=given.sigmas,
-        latent_image=given.latent_image,
-    )
-    return inprocess.flatten_latent(result[0]["samples"])
-
-
 def test_both_results_are_those_of_core(comfy: ModuleType, model: TinyModel, source: Any) -> None:
     int8, given = quantize(comfy, source)[0], inputs(comfy, model)
-    by_hand(source, given)  # the first sampling of a process differs from later ones, in core itself
-    wanted = by_hand(int8, given), by_hand(source, given)
+    by_hand(source, vars(given))  # the first sampling of a process differs from later ones, in core itself
+    wanted = by_hand(int8, vars(given)), by_hand(source, vars(given))
     *latents, found = compare(int8, source, given, layers=True)
     for latent, expected in zip(latents, wanted, strict=True):
         assert torch.equal(inprocess.flatten_latent(latent["samples"]), expected)

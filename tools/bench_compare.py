@@ -51,6 +51,8 @@ def _options() -> argparse.Namespace:
 
 
 def _measure(model: BenchModel, device: str, options: argparse.Namespace) -> dict[str, Any]:
+    from compare_node import by_hand as sample_by_hand  # imports torch, so not before ComfyUI has started
+
     compare = inprocess.pack_module("kernels_glue.compare.apply")
     config = inprocess.pack_module("kernels_glue.compare.config").CompareConfig
     quantize = inprocess.pack_module("kernels_glue.quantization.apply").quantize_model
@@ -62,7 +64,7 @@ def _measure(model: BenchModel, device: str, options: argparse.Namespace) -> dic
 
     def by_hand() -> None:
         for patcher in (reference, quantized):
-            _sample_by_hand(patcher, inputs)
+            sample_by_hand(patcher, vars(inputs))
 
     def by_node(layers: bool) -> None:
         compare.compare(quantized, reference, inputs, config(layers=layers))
@@ -99,22 +101,6 @@ def _inputs(make: Callable[..., Any], patcher: Any, model: BenchModel, options: 
         sampler=comfy.samplers.sampler_object("euler"),
         sigmas=comfy.samplers.calculate_sigmas(sampling, "simple", options.steps),
         latent_image=inprocess.empty_latent(tiny),
-    )
-
-
-def _sample_by_hand(patcher: Any, inputs: Any) -> None:
-    from comfy_extras.nodes_custom_sampler import SamplerCustom
-
-    SamplerCustom.execute(
-        patcher,
-        True,
-        inputs.noise_seed,
-        inputs.cfg,
-        inputs.positive,
-        inputs.negative,
-        inputs.sampler,
-        inputs.sigmas,
-        inputs.latent_image,
     )
 
 
