@@ -1,14 +1,8 @@
-"""Kitchen Compare Models on a real GPU, with dynamic VRAM and without: `python tools/dev.py test --gpu`.
-
-Also the training step of the shipped model as it is recorded there.
-"""
+"""Kitchen Compare Models on a real GPU, with dynamic VRAM and without: `python tools/dev.py test --gpu`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,10 +14,6 @@ from compare_node import by_hand, compare, hook_count, inputs
 from int8_node import quantize
 from offload_node import DEEP, budget_for, offload
 from sol_node import LONG, patch
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
-
-from shapes.training import Bucket, Phase, Settings, Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference")]
 
@@ -87,30 +77,3 @@ def test_sparse_attention_is_looked_at(comfy: ModuleType, tiny: Callable[..., Ti
     errors = {layer.name: layer.error for layer in found.layers if layer.kind == "attention"}
     assert "0" not in errors  # dense by default
     assert errors and all(0 < error < 0.5 for error in errors.values()), errors
-
-
-SMALL = Settings(
-    steps=40, warmup=2, dim=128, ffn_dim=128, layers=1, phases=(Phase(1.0, (Bucket(2, 16, 2, 1.0),)),)
-)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_a_recorded_training_step_is_the_plain_one() -> None:
-    with torch.inference_mode(False):
-        recorded, plain = (Trainer(SMALL, torch.device("cuda")) for _ in range(2))
-        plain._update = plain._step
-        for trainer in (recorded, plain):
-            trainer.run(12)
-        assert torch.equal(torch.stack(recorded.losses), torch.stack(plain.losses))
-        for one, other in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
-            assert torch.equal(one, other)
-        another = Trainer(replace(SMALL, seed=1), torch.device("cuda"))
-        another.run(1)
-        assert another.losses[0] != plain.losses[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,3 +247,25 @@ def test_the_command_resumes(tmp_path):
     train_demo_model.main(["--out", str(half), "--stop-at", "3", "--checkpoint", str(checkpoint)], SMALL)
     train_demo_model.main(["--out", str(rest), "--stop-at", "6", "--resume", str(checkpoint)], SMALL)
     assert whole.with_suffix(".loss.csv").read_text() == rest.with_suffix(".loss.csv").read_text()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+def test_a_recorded_training_step_is_the_plain_one() -> None:
+    recorded, plain = (Trainer(SMALL, torch.device("cuda")) for _ in range(2))
+    plain._update = plain._step
+    for trainer in (recorded, plain):
+        trainer.run(12)
+    assert torch.equal(torch.stack(recorded.losses), torch.stack(plain.losses))
+    for one, other in zip(recorded.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    another = Trainer(replace(SMALL, seed=1), torch.device("cuda"))
+    another.run(1)
+    assert another.losses[0] != plain.losses[0]

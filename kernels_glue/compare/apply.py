@@ -82,11 +82,13 @@ def compare(
         try:
             search = _search(model, inputs, config, progress, result, found)
             found = replace(found, recommendation=search.run(found.layers, pair.sparse))
-        except (KitchenSolError, RuntimeError) as error:  # two samplings are done; they are not to be lost
-            if not (refused := isinstance(error, KitchenSolError)) and not is_out_of_memory(error):
+        # Two samplings are done; they are not to be lost.
+        except KitchenSolError as error:
+            found = _without_recommendation(found, str(error))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
-            why = str(error) if refused else first_line(error)
-            found = _without_recommendation(found, why)
+            found = _without_recommendation(found, first_line(error))
     return second.latent, first.latent, found
 
 
