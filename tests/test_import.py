@@ -136,6 +136,27 @@ def test_running_the_node_patches_no_function_and_no_class(comfy: ModuleType, ti
     assert is_code == []
 
 
+TOOLS = """
+import os, sys
+from importlib import import_module
+from pathlib import Path
+before = dict(os.environ)
+tools = Path(sys.argv[1])
+sys.path[:0] = [str(tools), str(tools.parent / "tests")]
+for path in sorted(tools.glob("*.py")):
+    import_module(path.stem)
+print(sorted(before.items() ^ os.environ.items()))
+"""
+
+
+def test_importing_a_tool_leaves_the_environment_alone() -> None:
+    """A test that imports one would choose the device of all that come after it."""
+    tools = str(PACK_ROOT / "tools")
+    run = subprocess.run([sys.executable, "-c", TOOLS, tools], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.strip() == "[]"
+
+
 def test_the_comparison_notices_a_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     import comfy.model_patcher
     import comfy.ops

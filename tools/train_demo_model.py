@@ -18,9 +18,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# cuBLAS has deterministic sums only with a workspace of its own; must be set before CUDA starts.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-os.environ.setdefault("KITCHEN_SOL_COMFYUI_ARGS", "--disable-dynamic-vram")
+# For a training that has the process to itself, before CUDA starts: cuBLAS has deterministic sums only with a
+# workspace of its own, and the model stays on the device as it is.
+_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "KITCHEN_SOL_COMFYUI_ARGS": "--disable-dynamic-vram"}
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from comfyui import inprocess
@@ -94,4 +95,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    for _name, _value in _ENVIRONMENT.items():
+        os.environ.setdefault(_name, _value)
     sys.exit(main(sys.argv[1:]))
