@@ -188,13 +188,15 @@ from comfyui import inprocess
 convert = inprocess.pack_module("kernels_glue.quantization.convert")
 
 def peak():
-    try:
-        import resource
-    except ImportError:
+    # Not ru_maxrss on Linux: there a process begins with the peak of the one that started it.
+    if sys.platform == "linux":
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    if sys.platform == "win32":
         import psutil
         return psutil.Process().memory_info().peak_wset
-    # Linux counts KiB, macOS bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 rows, columns, layers = 28672, 5376, 2
 # One touched weight for all layers: the model's own memory is not what is measured.
