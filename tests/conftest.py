@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+# Triton reads this when it is imported; its interpreter runs the kernels on a CPU.
+if os.environ.get("KITCHEN_SOL_GPU") != "1":
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Nothing imported here may import torch: pytest_sessionstart comes first.
 from comfyui import inprocess, startup
 from comfyui.server import ComfyServer

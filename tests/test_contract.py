@@ -169,7 +169,7 @@ def test_the_contract_of_the_sol_node_is_what_was_published() -> None:
     found = {slot["name"]: slot.get("options", slot.get("default")) for slot in node["inputs"]}
     expected = {
         "model": None,
-        "provider": ["auto", "kitchen", "nvlabs", "triton", "reference"],
+        "provider": ["auto", "kitchen", "nvlabs", "triton", "reference", "builtin"],
         "dense_backend": ["fa", "sage_attn", "kitchen_int8", "current"],
         "tau": 1.0,
         "curve": ["constant", "linear", "cosine", "step"],

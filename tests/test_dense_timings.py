@@ -16,7 +16,7 @@ from dense_checks import call_of, exact, qkv
 
 fa = inprocess.pack_module("kernels_glue.attention.dense.fa")
 sdpa = inprocess.pack_module("kernels_glue.attention.dense.sdpa")
-timings = inprocess.pack_module("kernels_glue.attention.dense.timings")
+timings = inprocess.pack_module("kernels_glue.attention.timings")
 Candidate = inprocess.pack_module("kernels_glue.attention.dense.candidate").Candidate
 
 KEY = timings.TimingKey.of("cpu", "2.9", "bfloat16", 128, 30000, 32768)
@@ -304,10 +304,10 @@ def test_a_timing_survives_a_round_trip(bench: Bench) -> None:
 
 
 def test_the_text_to_show() -> None:
-    assert TIMING.text(KEY) == "fa at 32768 tokens: a 52.6 ms, b 84.1 ms, c failed (RuntimeError: no)"
+    assert TIMING.text("fa", KEY) == "fa at 32768 tokens: a 52.6 ms, b 84.1 ms, c failed (RuntimeError: no)"
     cross = timings.TimingKey.of("cpu", "2.9", "bfloat16", 128, 1, 512)
     quick = timings.Timing("b", ("a", "b"), {"a": 0.1234, "b": 0.05})
-    assert quick.text(cross) == "fa at 1 x 512 tokens: b 0.05 ms, a 0.123 ms"
+    assert quick.text("fa", cross) == "fa at 1 x 512 tokens: b 0.05 ms, a 0.123 ms"
 
 
 @pytest.mark.parametrize(
@@ -391,4 +391,4 @@ def test_the_file_is_in_comfyuis_user_folder() -> None:
     import folder_paths
 
     expected = Path(folder_paths.get_user_directory()) / "kitchen_sol" / "attention_timings.json"
-    assert timings.default_path() == expected
+    assert timings.default_path("attention_timings") == expected

@@ -18,7 +18,7 @@ fa = inprocess.pack_module("kernels_glue.attention.dense.fa")
 flash = inprocess.pack_module("kernels_glue.attention.dense.flash_packages")
 sage = inprocess.pack_module("kernels_glue.attention.dense.sage")
 sdpa = inprocess.pack_module("kernels_glue.attention.dense.sdpa")
-timings = inprocess.pack_module("kernels_glue.attention.dense.timings")
+timings = inprocess.pack_module("kernels_glue.attention.timings")
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16

@@ -17,16 +17,19 @@ import torch
 from comfyui import inprocess
 from sol_data import difference, smooth_qkv
 from sol_doubles import CPU, CUDA, SCALE, meta, of_fused, options, pretend_sm
+from triton_interpreter import compute_in_bf16
 
 providers = inprocess.pack_module("kernels_glue.attention.providers")
 devices = inprocess.pack_module("kernels_glue.attention.providers.devices")
 signature = inprocess.pack_module("kernels_glue.attention.providers.signature")
 packages = inprocess.pack_module("kernels_glue.attention.providers.packages")
 reference = inprocess.pack_module("kernels_glue.attention.reference")
+sol = inprocess.pack_module("kernels_glue.attention.sol")
+tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
 config = inprocess.pack_module("kernels_glue.attention.config")
 
-KITCHEN, NVLABS, TRITON, REFERENCE = (
-    providers.PROVIDERS[name] for name in ("kitchen", "nvlabs", "triton", "reference")
+KITCHEN, NVLABS, TRITON, REFERENCE, BUILTIN = (
+    providers.PROVIDERS[name] for name in ("kitchen", "nvlabs", "triton", "reference", "builtin")
 )
 needs_sol = pytest.mark.skipif(
     not hasattr(comfy_kitchen, "sol_attn"), reason="this comfy-kitchen has no sol_attn"
@@ -45,6 +48,7 @@ def test_table_has_the_options_of_the_node() -> None:
         "nvlabs": (8192, False),
         "triton": (8192, False),
         "reference": (0, True),
+        "builtin": (8192, True),
     }
 
 
@@ -54,8 +58,8 @@ def test_table_has_the_options_of_the_node() -> None:
 )
 def test_auto_tries_the_fastest_first(sm: tuple[int, int], first: str) -> None:
     order = providers.auto_order(sm)
-    assert order[0] == first and sorted(order) == ["kitchen", "nvlabs", "triton"]
-    assert order.index("nvlabs") < order.index("triton") > order.index("kitchen")
+    assert order[0] == first and sorted(order) == ["builtin", "kitchen", "nvlabs", "triton"]
+    assert order.index("kitchen") < order.index("builtin") and order[-1] == "triton"
 
 
 def test_auto_without_an_nvidia_gpu_finds_no_kernel_on_a_cpu() -> None:
@@ -195,6 +199,66 @@ def test_kitchen_without_sol_attn_or_without_a_device(monkeypatch: pytest.Monkey
     sol_doubles.install(monkeypatch, "comfy_kitchen", len, sol_attn_is_available=lambda device: False)
     assert "cannot run on a CPU" in KITCHEN.missing(CPU)
     assert "cannot run on cuda:0" in KITCHEN.missing(CUDA)
+
+
+# --- builtin -------------------------------------------------------------------------------------
+
+
+def test_builtin_takes_bf16_and_fp16_of_head_dim_64_and_128() -> None:
+    for head_dim in (64, 128):
+        for dtype in (torch.bfloat16, torch.float16):
+            good = meta(2, 128, 2, head_dim, dtype=dtype)
+            assert BUILTIN.unfit(good, good, good) == ""
+    other, full = meta(2, 128, 2, 96), meta(2, 128, 2, 128, dtype=torch.float32)
+    assert BUILTIN.unfit(other, other, other) == "head_dim 96, not 64 or 128"
+    assert BUILTIN.unfit(full, full, full) == "float32, not bfloat16 or float16"
+    # Its offsets have 64 bits.
+    long = meta(1, 700_000, 56, 128)
+    assert BUILTIN.unfit(long, long, long) == ""
+
+
+def test_builtin_says_which_options_it_lacks() -> None:
+    assert BUILTIN.unsupported(options(0.3, thresh_type="exact", sink_keys=(0, 9), sink_queries=(0, 9))) == ""
+    assert BUILTIN.unsupported(options(kv_splits=4, token_aug=64)) == (
+        "has no kv_splits (4 asked), token_aug (64 asked)"
+    )
+    assert BUILTIN.unsupported(sol.SolOptions(1.0, -0.1)) == "needs a scale above 0 (-0.1 asked)"
+
+
+def test_builtin_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BUILTIN.missing(CPU) == "needs an NVIDIA GPU, not cpu"
+    pretend_sm(monkeypatch, 7, 5)
+    assert BUILTIN.missing(CUDA) == "needs an NVIDIA GPU from SM 8.0 on, not SM 7.5"
+    pretend_sm(monkeypatch, 8, 6)
+    for version, said in ((None, "Triton is not installed"), ("3.3.1", "Triton 3.3.1 is too old")):
+        module = None if version is None else types.SimpleNamespace(__version__=version)
+        monkeypatch.setitem(sys.modules, "triton", module)
+        problem = BUILTIN.missing(CUDA)
+        assert problem.startswith(said) and ">=3.4" in problem
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.4.0"))
+    assert BUILTIN.missing(CUDA) == ""
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["views", "strided last dimension"])
+def test_builtin_passes_everything_on(monkeypatch: pytest.MonkeyPatch, strided: bool) -> None:
+    """In Triton's interpreter, with a choice of tile that needs no clock."""
+    pytest.importorskip("triton")
+    compute_in_bf16(monkeypatch)
+    tile = tiles.Tile(2, 16, 1, 1, 1)
+    asked: list[Any] = []
+    chooser = types.SimpleNamespace(choose=lambda *about: asked.append(about) or tile)
+    provider = type(BUILTIN)(chooser)
+    q, k, v = of_fused(*smooth_qkv(200, head_dim=64, dtype=torch.bfloat16))
+    if strided:
+        k = torch.stack([k, k], dim=-1).flatten(-2)[..., ::2]
+    how = options(0.5, thresh_type="exact", sink_keys=(0, 1), sink_queries=(130, 140))
+    result = provider.run(q, k, v, how)
+    expected = reference.sol_rowwise(
+        q, k, v, scale=SCALE, tau=0.5, thresh_type="exact", sink_keys=(0, 1), sink_queries=(130, 140)
+    )
+    assert difference(result.out, expected.out) < 5e-3
+    assert float(result.density) == pytest.approx(float(expected.density))
+    assert asked[0][0] is q and asked[0][2] is v and "triton" in asked[0][4]
 
 
 # --- all of them ---------------------------------------------------------------------------------

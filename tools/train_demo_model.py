@@ -18,16 +18,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# For a training that has the process to itself, before CUDA starts: cuBLAS has deterministic sums only with a
-# workspace of its own, and the model stays on the device as it is.
-_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "KITCHEN_SOL_COMFYUI_ARGS": "--disable-dynamic-vram"}
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from comfyui import inprocess
 
 if TYPE_CHECKING:
     from shapes.training import Settings
+
+# For a training that has the process to itself, before CUDA starts: cuBLAS has deterministic sums only with a
+# workspace of its own, and the model stays on the device as it is.
+_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "KITCHEN_SOL_COMFYUI_ARGS": "--disable-dynamic-vram"}
 
 
 def main(argv: Sequence[str], settings: Settings | None = None) -> int:

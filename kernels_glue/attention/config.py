@@ -12,7 +12,7 @@ from ..errors import KitchenSolError
 NODE = "Sol Attention Patch"
 
 # The first option of each is the default; new ones go to the end.
-PROVIDER_OPTIONS = ("auto", "kitchen", "nvlabs", "triton", "reference")
+PROVIDER_OPTIONS = ("auto", "kitchen", "nvlabs", "triton", "reference", "builtin")
 DENSE_OPTIONS = ("fa", "sage_attn", "kitchen_int8", "current")
 CURVE_OPTIONS = ("constant", "linear", "cosine", "step")
 THRESH_OPTIONS = ("diag", "exact")

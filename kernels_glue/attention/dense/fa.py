@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -11,34 +10,17 @@ import torch
 
 from ...failures import first_line, is_out_of_memory
 from ..call import AttentionCall
-from ..devices import sm_of
+from ..devices import described
+from ..timings import TIMED_HEADS, Timing, TimingKey, TimingStore, cuda_milliseconds, default_path
 from .base import DenseResult
 from .candidate import Candidate
 from .flash_packages import FLASH_ATTENTION
 from .sdpa import CUDNN, FLASH, PLAIN
-from .timings import Timing, TimingKey, TimingStore, default_path
 
 _log = logging.getLogger(__name__)
 
-# Timing sees this much of a call: enough to fill a GPU, little enough to cost nothing.
-TIMED_HEADS = 8
-TIMED_RUNS = 3
 # Exact kernels in bf16 are within 1% of each other; one that is further away computes something else.
 _WRONG_NUMBERS = 0.05
-
-
-def cuda_milliseconds(function: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Median time on the device of a function that was run before, in milliseconds. Waits for the device."""
-    times = []
-    with torch.cuda.device(device):
-        for _ in range(TIMED_RUNS):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
 
 
 class FaBackend:
@@ -116,7 +98,7 @@ class FaBackend:
             return ""
         key = self._key(call)
         timing = self._timings().get(key)
-        return "" if timing is None else timing.text(key)
+        return "" if timing is None else timing.text(self.name, key)
 
     # --- timing ---------------------------------------------------------------------------------
 
@@ -152,12 +134,12 @@ class FaBackend:
         if not ms:
             raise RuntimeError(f"no attention kernel runs: {errors}")
         timing = Timing(min(ms, key=ms.__getitem__), names, ms, errors)
-        _log.info("%s", timing.text(self._key(call)))
+        _log.info("%s", timing.text(self.name, self._key(call)))
         return timing
 
     def _timings(self) -> TimingStore:
         if self._store is None:
-            self._store = TimingStore(default_path())
+            self._store = TimingStore(default_path("attention_timings"))
         return self._store
 
     # --- what is here ---------------------------------------------------------------------------
@@ -173,21 +155,13 @@ class FaBackend:
     def _key(self, call: AttentionCall) -> TimingKey:
         q, k = call.q, call.k
         return TimingKey.of(
-            _described(q.device),
+            described(q.device),
             torch.__version__,
             str(q.dtype).removeprefix("torch."),
             q.shape[3],
             q.shape[2],
             k.shape[2],
         )
-
-
-def _described(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    sm = sm_of(device)
-    name = torch.cuda.get_device_name(device)
-    return name if sm is None else f"{name} SM {sm[0]}.{sm[1]}"
 
 
 def _few_heads(call: AttentionCall) -> AttentionCall:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from .base import Provider
+from .builtin import BuiltinSol
 from .kitchen import KitchenSol
 from .nvlabs import NvlabsSol
 from .reference import ReferenceSol
 from .triton_port import TritonSol
 
 PROVIDERS: dict[str, Provider] = {
-    provider.name: provider for provider in (KitchenSol(), NvlabsSol(), TritonSol(), ReferenceSol())
+    provider.name: provider
+    for provider in (KitchenSol(), NvlabsSol(), TritonSol(), ReferenceSol(), BuiltinSol())
 }
 
-# The authors' kernels are written for these. Of the other two comfy_kitchen's is the faster one in long
-# sequences (docs/measured.md, SM 9.0).
+# The authors' kernels are written for these. Of the others comfy_kitchen's is the fastest in long sequences
+# that was measured (docs/measured.md, SM 9.0); `builtin`, which needs only Triton, takes what it cannot.
 _CUTE_SM = {(9, 0), (10, 0)}
 _SPLIT_SM, _SPLIT_TOKENS, _SPLITS = (9, 0), 65536, 4
 
@@ -27,7 +29,8 @@ def auto_order(sm: tuple[int, int] | None) -> tuple[str, ...]:
     """
     if sm is None:
         return ("kitchen",)
-    return ("nvlabs", "kitchen", "triton") if sm in _CUTE_SM else ("kitchen", "nvlabs", "triton")
+    first = ("nvlabs", "kitchen") if sm in _CUTE_SM else ("kitchen", "nvlabs")
+    return (*first, "builtin", "triton")
 
 
 def kv_splits_for(choice: str, sm: tuple[int, int] | None, tokens: int) -> int:

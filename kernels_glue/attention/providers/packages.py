@@ -59,9 +59,13 @@ def _stands_in_parent(module: str) -> bool:
     return bool(folders) or not parts
 
 
-def triton_problem() -> str:
-    """Why the Triton that is here cannot compile the Sol kernels, with the way out; empty if it can."""
-    floor = ".".join(map(str, TRITON_FLOOR))
+def triton_problem(least: tuple[int, int] = TRITON_FLOOR) -> str:
+    """Why the Triton that is here cannot compile Sol kernels, with the way out; empty if it can.
+
+    Args:
+        least: the oldest version that can.
+    """
+    floor = ".".join(map(str, least))
     package = "triton-windows" if sys.platform == "win32" else "triton"
     command = pip(f'install -U "{package}>={floor}"')
     remedy = f"run: {command} and restart ComfyUI"
@@ -69,7 +73,7 @@ def triton_problem() -> str:
     if triton is None:
         return f"{problem or 'Triton is not installed'}; {remedy}"
     version = str(getattr(triton, "__version__", "of unknown version"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < TRITON_FLOOR:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < least:
         return f"Triton {version} is too old for the Sol kernels, which need {floor}; {remedy}"
     return ""
 

@@ -9,16 +9,26 @@ import torch
 from ..sol import BLOCK, SolOptions
 from ..strides import INT32_REACH
 
-HEAD_DIM = 128
+HEAD_DIMS = (128,)
 _ALIGNMENT = 16  # bytes that the kernels load at once
 
 
-def misfit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: Collection[torch.dtype]) -> str:
-    """What the Sol kernels cannot take about [B, T, H, D] tensors, as in "head_dim 64, not 128"; or empty."""
+def misfit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dtypes: Collection[torch.dtype],
+    head_dims: Collection[int] = HEAD_DIMS,
+) -> str:
+    """What a Sol kernel cannot take about [B, T, H, D] tensors, as in "head_dim 64, not 128"; or empty.
+
+    Args:
+        dtypes, head_dims: what it takes; head_dims by default what the kernels of other packages take.
+    """
     if not q.shape == k.shape == v.shape:
         return "q, k and v of different shapes"
-    if q.shape[-1] != HEAD_DIM:
-        return f"head_dim {q.shape[-1]}, not {HEAD_DIM}"
+    if q.shape[-1] not in head_dims:
+        return f"head_dim {q.shape[-1]}, not {' or '.join(map(str, head_dims))}"
     if not q.dtype == k.dtype == v.dtype:
         return "q, k and v of different dtypes"
     if q.dtype not in dtypes:

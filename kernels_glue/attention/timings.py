@@ -1,4 +1,4 @@
-"""The store of kernel timings: a JSON file that says how long each kernel took and which one is used."""
+"""Timings of kernels: how they are taken, and a JSON file that says which kernel is used for what."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import json
 import logging
 import math
 import os
+import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+
+# A timing sees this much of a call: enough to fill a GPU, little enough to cost nothing.
+TIMED_HEADS = 8
+TIMED_RUNS = 3
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +29,7 @@ class TimingKey:
 
     Attributes:
         device: name and SM of the device.
-        torch: version of torch.
+        torch: version of torch, and of what else decides.
         dtype: of q, without `torch.`.
     """
 
@@ -55,7 +62,7 @@ class Timing:
     Attributes:
         chosen: name of the kernel to use.
         candidates: the kernels that existed, sorted; with others the timing does not hold.
-        ms: milliseconds of each kernel that ran, on at most 8 heads.
+        ms: milliseconds of each kernel that ran, on at most TIMED_HEADS heads.
         errors: what each kernel that failed said.
     """
 
@@ -67,12 +74,12 @@ class Timing:
     def measured(self, name: str) -> bool:
         return name in self.ms or name in self.errors
 
-    def text(self, key: TimingKey) -> str:
+    def text(self, what: str, key: TimingKey) -> str:
         """For example `fa at 32768 tokens: cuDNN SDPA 52.6 ms, flash SDPA 84.1 ms`, the fastest first."""
         at = f"{key.queries}" if key.queries == key.keys else f"{key.queries} x {key.keys}"
         parts = [f"{name} {ms:.3g} ms" for name, ms in sorted(self.ms.items(), key=lambda item: item[1])]
         parts += [f"{name} failed ({said})" for name, said in self.errors.items()]
-        return f"fa at {at} tokens: {', '.join(parts)}"
+        return f"{what} at {at} tokens: {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
         found = {"chosen": self.chosen, "candidates": list(self.candidates), "ms": dict(self.ms)}
@@ -154,8 +161,22 @@ class TimingStore:
             )
 
 
-def default_path() -> Path:
-    """`kitchen_sol/attention_timings.json` in ComfyUI's user folder."""
+def default_path(name: str) -> Path:
+    """`kitchen_sol/<name>.json` in ComfyUI's user folder."""
     import folder_paths
 
-    return Path(folder_paths.get_user_directory()) / "kitchen_sol" / "attention_timings.json"
+    return Path(folder_paths.get_user_directory()) / "kitchen_sol" / f"{name}.json"
+
+
+def cuda_milliseconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Median time on the device of a function that was run before, in milliseconds. Waits for the device."""
+    times = []
+    with torch.cuda.device(device):
+        for _ in range(TIMED_RUNS):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times)

@@ -1,0 +1,391 @@
+"""The Triton kernels of the provider `builtin`: Sol attention as the paper has it (arXiv 2607.24027).
+
+Imported when the provider is first used, because Triton is optional. The formulas are in reference.py, the
+launches in sol_triton.py. q, k, v and out are addressed by their strides of [B, T, H, D], with a contiguous
+last dimension; everything else is contiguous. A lane is one head of one sample.
+
+`block_means` reads k and v once, `key_moments` reads the block means. `attend` does the rest in one pass
+over the keys: it scores the block means, which gives both the routing and the pooled terms, notes which
+blocks are exact, and reads these.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(64)
+_LOG2_BLOCK = tl.constexpr(6.0)
+_VARIANCE_FLOOR = tl.constexpr(1e-6)
+_NEVER = tl.constexpr(float("-inf"))
+# Three counts below 1024 share one integer, so that one prefix sum serves three lists.
+_FIELD = tl.constexpr(10)
+_MASK = tl.constexpr(1023)
+
+
+# Numbers that differ from call to call; a kernel would be compiled anew where one is 1 or a multiple of 16.
+_PLAIN = [
+    "tokens", "blocks", "heads", "tiles", "start", "stop",
+    "sink_start", "sink_stop", "skip_start", "skip_stop",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def block_means(
+    k, v, k_high, k_low, v_mean, tokens, blocks, heads,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, D: tl.constexpr,
+):  # fmt: skip
+    """Means over the live rows of each block: of k as a sum of two of its dtype, of v rounded to it.
+
+    Grid (blocks, lanes). k_high, k_low, v_mean: [lanes, blocks, D].
+    """
+    block = tl.program_id(0)
+    lane = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, D)
+    first = block * BLOCK
+    # Divided before they are added: 64 of the largest bf16 numbers are more than fp32 holds.
+    share = 1.0 / tl.minimum(tokens - first, BLOCK).to(tl.float32)
+    k += lane // heads * k_batch + lane % heads * k_head
+    v += lane // heads * v_batch + lane % heads * v_head
+    keys = _masked_rows(k, first, tokens, k_row, D).to(tl.float32)
+    values = _masked_rows(v, first, tokens, v_row, D).to(tl.float32)
+    mean = tl.sum(keys * share, 0)
+    high = mean.to(k_high.dtype.element_ty)
+    place = (lane * blocks + block) * D + column
+    tl.store(k_high + place, high)
+    tl.store(k_low + place, (mean - high.to(tl.float32)).to(k_low.dtype.element_ty))
+    tl.store(v_mean + place, tl.sum(values * share, 0).to(v_mean.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def key_moments(k_high, k_low, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
+    """Mean and variance, over the blocks, of the keys' block means.
+
+    Grid (lanes,). centre, spread: [lanes, D], fp32.
+    """
+    lane = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, D)
+    k_high += lane * blocks * D
+    k_low += lane * blocks * D
+    total = tl.zeros([D], tl.float32)
+    for first in range(0, blocks, GROUP):
+        total += tl.sum(_sum_of_both(k_high, k_low, first, blocks, D, GROUP), 0)
+    mean = total / blocks
+    total = tl.zeros([D], tl.float32)
+    for first in range(0, blocks, GROUP):
+        there = (first + tl.arange(0, GROUP) < blocks)[:, None]
+        away = tl.where(there, _sum_of_both(k_high, k_low, first, blocks, D, GROUP) - mean, 0.0)
+        total += tl.sum(away * away, 0)
+    tl.store(centre + lane * D + column, mean)
+    tl.store(spread + lane * D + column, total / blocks)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def attend(
+    q, k, v, out, k_high, k_low, v_mean, centre, spread, lists, next_tile, exact_pairs,
+    tokens, blocks, heads, tiles, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
+    D: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
+    EXACT_VARIANCE: tl.constexpr, SHIFT: tl.constexpr,
+    POOLED_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sol attention; each program takes tiles of PAIR query blocks until none is left.
+
+    Neighbouring query blocks route to much the same keys. What both blocks of a pair want is read once,
+    because a kernel that has 64 rows for each key it reads is bound by the L2 cache.
+
+    Grid: any, best what the device holds. lists: [programs, 3, blocks] int32, scratch. next_tile (int32)
+    and exact_pairs (int64) begin at 0. scale: with log2(e) in it. Tiles inside of the rows [skip_start,
+    skip_stop) are left out, though their pairs are counted. HALVES: into how many parts of D the products
+    with the values are cut; in 2 Triton shares rows and not columns among the warps of an older GPU.
+    """
+    lists += tl.program_id(0).to(tl.int64) * 3 * blocks
+    pairs = tl.cdiv(blocks, PAIR)
+    tile = tl.atomic_add(next_tile, 1)
+    while tile < tiles:
+        lane = (tile // pairs).to(tl.int64)
+        sample, head = lane // heads, lane % heads
+        means = lane * blocks * D
+        _tile(
+            q + sample * q_batch + head * q_head,
+            k + sample * k_batch + head * k_head,
+            v + sample * v_batch + head * v_head,
+            out + sample * out_batch + head * out_head,
+            k_high + means, k_low + means, v_mean + means, centre + lane * D, spread + lane * D,
+            lists, exact_pairs, tile % pairs * PAIR,
+            tokens, blocks, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
+            q_row, k_row, v_row, out_row,
+            D, PAIR, GROUP, HALVES, EXACT_VARIANCE, SHIFT, POOLED_STAGES, EXACT_STAGES,
+        )  # fmt: skip
+        tile = tl.atomic_add(next_tile, 1)
+
+
+@triton.jit
+def _tile(
+    q, k, v, out, k_high, k_low, v_mean, centre, spread, lists, exact_pairs, block,
+    tokens, blocks, scale, tau, sink_start, sink_stop, skip_start, skip_stop, q_row, k_row, v_row, out_row,
+    D: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
+    EXACT_VARIANCE: tl.constexpr, SHIFT: tl.constexpr,
+    POOLED_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile: query blocks `block` and, in a pair, `block` + 1, the latter possibly behind the last row."""
+    column, lanes = tl.arange(0, D), tl.arange(0, GROUP)
+    last = blocks - 1
+    tail = tokens - last * BLOCK
+    tail_log2 = tl.log2(tail.to(tl.float32))
+    row = block * BLOCK
+
+    centre_row, spread_row = tl.load(centre + column), tl.load(spread + column)
+    q0 = _masked_rows(q, row, tokens, q_row, D)
+    probe0, mu0, deviation0 = _probe(q0, tokens - row, centre_row, spread_row, scale)
+    acc0, more0, top0, sum0 = _nothing(D, HALVES)
+    if PAIR == 2:
+        q1 = _masked_rows(q, row + BLOCK, tokens, q_row, D)
+        probe1, mu1, deviation1 = _probe(q1, tokens - row - BLOCK, centre_row, spread_row, scale)
+        acc1, more1, top1, sum1 = _nothing(D, HALVES)
+    if EXACT_VARIANCE:
+        square0, square1 = tl.zeros([GROUP], tl.float32), tl.zeros([GROUP], tl.float32)
+        for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
+            high = _group(k_high, first, blocks, D, D, GROUP)
+            low = _group(k_low, first, blocks, D, D, GROUP)
+            there = first + lanes < blocks
+            away = _block_scores(probe0, high, low) * scale - mu0
+            square0 += tl.where(there, away * away, 0.0)
+            if PAIR == 2:
+                away = _block_scores(probe1, high, low) * scale - mu1
+                square1 += tl.where(there, away * away, 0.0)
+        deviation0 = tl.sqrt(tl.sum(square0, 0) / blocks + _VARIANCE_FLOOR)
+        if PAIR == 2:
+            deviation1 = tl.sqrt(tl.sum(square1, 0) / blocks + _VARIANCE_FLOOR)
+
+    # Routing and pooled terms. The last block may be short, so it comes at the end and not in the lists.
+    in_both, in_first, in_second, last0, last1 = 0, 0, 0, 0, 0
+    tl.debug_barrier()  # every thread has read the lists of the tile before
+    for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
+        high = _group(k_high, first, blocks, D, D, GROUP)
+        low = _group(k_low, first, blocks, D, D, GROUP)
+        values = _group(v_mean, first, blocks, D, D // HALVES, GROUP)
+        rest = _group(v_mean + D // 2, first, blocks, D, D // HALVES, GROUP) if HALVES == 2 else values
+        j = first + lanes
+        there = j < blocks
+        sink = (j >= sink_start) & (j < sink_stop)
+        weight = tl.where(there, tl.where(j == last, tail_log2, _LOG2_BLOCK), _NEVER)
+
+        forced = sink | ((j >= block - 1) & (j <= block + 1))
+        limit = tl.where(there, tl.where(forced, _NEVER, mu0 + tau * deviation0), float("inf"))
+        exact0 = _block_scores(probe0, high, low) * scale > limit
+        pooled = tl.dot(q0, tl.trans(high)) * scale + tl.where(exact0, _NEVER, weight)[None, :]
+        acc0, more0, top0, sum0 = _absorb(
+            acc0, more0, top0, sum0, pooled, 1.0, values, rest, HALVES, SHIFT, True
+        )  # fmt: skip
+        last0 += tl.sum((exact0 & (j == last)).to(tl.int32), 0)
+        listed0 = (exact0 & (j < last)).to(tl.int32)
+        listed1 = tl.zeros([GROUP], tl.int32)
+        if PAIR == 2:
+            forced = sink | ((j >= block) & (j <= block + 2))
+            limit = tl.where(forced, _NEVER, mu1 + tau * deviation1)
+            limit = tl.where(there & (block < last), limit, float("inf"))
+            exact1 = _block_scores(probe1, high, low) * scale > limit
+            pooled = tl.dot(q1, tl.trans(high)) * scale + tl.where(exact1, _NEVER, weight)[None, :]
+            acc1, more1, top1, sum1 = _absorb(
+                acc1, more1, top1, sum1, pooled, 1.0, values, rest, HALVES, SHIFT, True
+            )  # fmt: skip
+            last1 += tl.sum((exact1 & (j == last)).to(tl.int32), 0)
+            listed1 = (exact1 & (j < last)).to(tl.int32)
+
+        both = listed0 & listed1
+        fields = both + ((listed0 - both) << _FIELD) + ((listed1 - both) << (2 * _FIELD))
+        before = tl.cumsum(fields, 0) - fields
+        tl.store(lists + in_both + (before & _MASK), j, mask=both == 1)
+        tl.store(lists + blocks + in_first + (before >> _FIELD & _MASK), j, mask=listed0 > both)
+        tl.store(lists + 2 * blocks + in_second + (before >> 2 * _FIELD), j, mask=listed1 > both)
+        found = tl.sum(fields, 0)
+        in_both += found & _MASK
+        in_first += found >> _FIELD & _MASK
+        in_second += found >> 2 * _FIELD
+    tl.atomic_add(exact_pairs, (2 * in_both + in_first + in_second + last0 + last1).to(tl.int64))
+    tl.debug_barrier()  # every thread sees the lists
+
+    stop = tl.minimum(row + PAIR * BLOCK, tokens)
+    if (row < skip_start) | (stop > skip_stop):
+        if PAIR == 2:
+            for n in tl.range(0, in_both, num_stages=EXACT_STAGES):
+                keys, values, rest = _block(k, v, tl.load(lists + n), k_row, v_row, D, HALVES)
+                scores = tl.dot(q0, tl.trans(keys))
+                acc0, more0, top0, sum0 = _absorb(
+                    acc0, more0, top0, sum0, scores, scale, values, rest, HALVES, SHIFT, False
+                )  # fmt: skip
+                scores = tl.dot(q1, tl.trans(keys))
+                acc1, more1, top1, sum1 = _absorb(
+                    acc1, more1, top1, sum1, scores, scale, values, rest, HALVES, SHIFT, False
+                )  # fmt: skip
+            for n in tl.range(0, in_second, num_stages=EXACT_STAGES):
+                keys, values, rest = _block(k, v, tl.load(lists + 2 * blocks + n), k_row, v_row, D, HALVES)
+                scores = tl.dot(q1, tl.trans(keys))
+                acc1, more1, top1, sum1 = _absorb(
+                    acc1, more1, top1, sum1, scores, scale, values, rest, HALVES, SHIFT, False
+                )  # fmt: skip
+        for n in tl.range(0, in_first, num_stages=EXACT_STAGES):
+            keys, values, rest = _block(k, v, tl.load(lists + blocks + n), k_row, v_row, D, HALVES)
+            scores = tl.dot(q0, tl.trans(keys))
+            acc0, more0, top0, sum0 = _absorb(
+                acc0, more0, top0, sum0, scores, scale, values, rest, HALVES, SHIFT, False
+            )  # fmt: skip
+        if last0 + last1 > 0:
+            keys, values, rest = _last_block(k, v, last, tokens, k_row, v_row, D, HALVES)
+            there = (tl.arange(0, BLOCK) < tail)[None, :]
+            if last0 > 0:
+                scores = tl.where(there, tl.dot(q0, tl.trans(keys)), _NEVER)
+                acc0, more0, top0, sum0 = _absorb(
+                    acc0, more0, top0, sum0, scores, scale, values, rest, HALVES, SHIFT, False
+                )  # fmt: skip
+            if PAIR == 2:  # noqa: SIM102, this one is decided when the kernel is compiled
+                if last1 > 0:
+                    scores = tl.where(there, tl.dot(q1, tl.trans(keys)), _NEVER)
+                    acc1, more1, top1, sum1 = _absorb(
+                        acc1, more1, top1, sum1, scores, scale, values, rest, HALVES, SHIFT, False
+                    )  # fmt: skip
+        _store(out, acc0, more0, sum0, row, 0, tokens, out_row, D, HALVES)
+        if PAIR == 2:
+            _store(out, acc1, more1, sum1, row + BLOCK, 0, tokens, out_row, D, HALVES)
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def attend_exactly(
+    q, k, v, out, tokens, heads, scale, start, stop,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
+    D: tl.constexpr, HALVES: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Dense attention of the rows [start, stop) to all keys. Grid (blocks of these rows, lanes)."""
+    lane = tl.program_id(1).to(tl.int64)
+    sample, head = lane // heads, lane % heads
+    k += sample * k_batch + head * k_head
+    v += sample * v_batch + head * v_head
+    row = start + tl.program_id(0) * BLOCK
+    q0 = _masked_rows(q + sample * q_batch + head * q_head, row, tokens, q_row, D)
+    acc, more, top, total = _nothing(D, HALVES)
+    last = (tokens - 1) // BLOCK
+    for j in tl.range(0, last, num_stages=STAGES):
+        keys, values, rest = _block(k, v, j, k_row, v_row, D, HALVES)
+        scores = tl.dot(q0, tl.trans(keys))
+        acc, more, top, total = _absorb(
+            acc, more, top, total, scores, scale, values, rest, HALVES, SHIFT, False
+        )  # fmt: skip
+    keys, values, rest = _last_block(k, v, last, tokens, k_row, v_row, D, HALVES)
+    there = (last * BLOCK + tl.arange(0, BLOCK) < tokens)[None, :]
+    scores = tl.where(there, tl.dot(q0, tl.trans(keys)), _NEVER)
+    acc, more, top, total = _absorb(acc, more, top, total, scores, scale, values, rest, HALVES, SHIFT, False)
+    out += sample * out_batch + head * out_head
+    _store(out, acc, more, total, row, start, stop, out_row, D, HALVES)
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _nothing(D: tl.constexpr, HALVES: tl.constexpr):
+    """State of an online softmax of 64 rows: numerator in one or two parts, highest exponent, denominator."""
+    acc = tl.zeros([BLOCK, D // HALVES], tl.float32)
+    more = acc if HALVES == 2 else tl.zeros([BLOCK, 16], tl.float32)  # in one part nothing uses it
+    return acc, more, tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+
+
+@triton.jit
+def _absorb(
+    acc, more, top, total, scores, scale, values, rest,
+    HALVES: tl.constexpr, SHIFT: tl.constexpr, MAY_BE_EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Adds keys with exponents scores * scale (base 2) to an online softmax.
+
+    SHIFT keeps 2^SHIFT of room above the largest weight, for sums of values near the largest number.
+    MAY_BE_EMPTY: a row can have no key at all so far.
+    """
+    highest = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = highest + SHIFT
+    shrink = tl.exp2(top - highest)
+    if MAY_BE_EMPTY:
+        base = tl.where(highest == float("-inf"), 0.0, base)
+        shrink = tl.where(highest == float("-inf"), 0.0, shrink)
+    weights = tl.exp2(scores * scale - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    weights = weights.to(values.dtype)
+    acc = tl.dot(weights, values, acc * shrink[:, None])
+    if HALVES == 2:
+        more = tl.dot(weights, rest, more * shrink[:, None])
+    return acc, more, highest, total
+
+
+@triton.jit
+def _probe(q, live, centre, spread, scale):
+    """What a query block's routing needs: its centroid, and the mean and the deviation of its scores.
+
+    The centroid [16, D] is the sum of the first two rows, high and low, because one number of q's dtype would
+    route pairs near the threshold the other way. 16 is the fewest rows that tl.dot takes.
+    """
+    centroid = tl.sum(q.to(tl.float32), 0) / tl.maximum(tl.minimum(live, BLOCK), 1)
+    high = centroid.to(q.dtype)
+    low = (centroid - high.to(tl.float32)).to(q.dtype)
+    row = tl.arange(0, 16)[:, None]
+    probe = tl.where(row == 0, high[None, :], tl.where(row == 1, low[None, :], 0.0).to(q.dtype))
+    variance = tl.sum(centroid * centroid * spread, 0) * (scale * scale)
+    return probe, tl.sum(centroid * centre, 0) * scale, tl.sqrt(variance + _VARIANCE_FLOOR)
+
+
+@triton.jit
+def _block_scores(probe, high, low):
+    """[GROUP]: a probe's centroid times the keys' block means, nearly to the precision of fp32."""
+    return tl.sum(tl.dot(probe, tl.trans(low), tl.dot(probe, tl.trans(high))), 0)
+
+
+@triton.jit
+def _block(k, v, j, k_row, v_row, D: tl.constexpr, HALVES: tl.constexpr):
+    """Keys [64, D] of a whole block, and its values in one or two parts."""
+    inner = tl.arange(0, BLOCK)[:, None]
+    k += tl.cast(j, tl.int64) * BLOCK * k_row
+    v += tl.cast(j, tl.int64) * BLOCK * v_row + inner * v_row + tl.arange(0, D // HALVES)
+    values = tl.load(v)
+    rest = tl.load(v + D // 2) if HALVES == 2 else values
+    return tl.load(k + inner * k_row + tl.arange(0, D)), values, rest
+
+
+@triton.jit
+def _last_block(k, v, last, tokens, k_row, v_row, D: tl.constexpr, HALVES: tl.constexpr):
+    """The same for the last block, with zeros behind the last row."""
+    keys = _masked_rows(k, last * BLOCK, tokens, k_row, D)
+    values = _masked_rows(v, last * BLOCK, tokens, v_row, D // HALVES)
+    rest = _masked_rows(v + D // 2, last * BLOCK, tokens, v_row, D // HALVES) if HALVES == 2 else values
+    return keys, values, rest
+
+
+@triton.jit
+def _masked_rows(tensor, first, tokens, row_stride, W: tl.constexpr):
+    """[64, W] from row `first` on, 0 behind the last one."""
+    inner = tl.arange(0, BLOCK)
+    tensor += tl.cast(first, tl.int64) * row_stride
+    there = (first + inner < tokens)[:, None]
+    return tl.load(tensor + inner[:, None] * row_stride + tl.arange(0, W), mask=there, other=0.0)
+
+
+@triton.jit
+def _group(means, first, blocks, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr):
+    """[GROUP, W] of one lane's block means, 0 behind the last one."""
+    block = first + tl.arange(0, GROUP)
+    return tl.load(means + block[:, None] * D + tl.arange(0, W), mask=(block < blocks)[:, None], other=0.0)
+
+
+@triton.jit
+def _sum_of_both(k_high, k_low, first, blocks, D: tl.constexpr, GROUP: tl.constexpr):
+    """The keys' block means in fp32."""
+    high = _group(k_high, first, blocks, D, D, GROUP).to(tl.float32)
+    return high + _group(k_low, first, blocks, D, D, GROUP).to(tl.float32)
+
+
+@triton.jit
+def _store(out, acc, more, total, first, start, stop, row_stride, D: tl.constexpr, HALVES: tl.constexpr):
+    """Writes those of 64 rows from `first` on that lie in [start, stop)."""
+    row = first + tl.arange(0, BLOCK)
+    there = ((row >= start) & (row < stop))[:, None]
+    out += row.to(tl.int64)[:, None] * row_stride + tl.arange(0, D // HALVES)
+    tl.store(out, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
+    if HALVES == 2:
+        tl.store(out + D // 2, (more / total[:, None]).to(out.dtype.element_ty), mask=there)

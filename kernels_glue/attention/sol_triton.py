@@ -1,0 +1,121 @@
+"""Sol attention in Triton: what is launched, in what order, with which memory (kernels: sol_kernels.py)."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .devices import sm_of
+from .sol import BLOCK, NO_ROWS, SolResult, blocks_of
+from .sol_tiles import Tile, tiles_for
+
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+# Room above the largest softmax weight, as a power of two. bf16 has fp32's exponents, so weights can be that
+# much smaller and sums of the largest bf16 numbers still fit; fp16 values are small enough as they are.
+_SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
+
+# For each multiprocessor; registers leave room for no more.
+_PROGRAMS = 2
+
+
+def sol_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    tau: float = 1.0,
+    thresh_type: str = "diag",
+    sink_keys: tuple[int, int] = NO_ROWS,
+    sink_queries: tuple[int, int] = NO_ROWS,
+    tile: Tile | None = None,
+) -> SolResult:
+    """Sol attention as `reference.sol_rowwise` defines it, by Triton kernels (arXiv 2607.24027).
+
+    Args:
+        q, k, v: [B, T, H, D] bf16 or fp16, D 64 or 128, any strides with a contiguous last dimension; equal
+            shapes. Views of a fused projection are read as they are.
+        scale: factor of the scores, above 0; None means D ** -0.5.
+        tau: threshold in standard deviations; at -100 the result is dense attention.
+        thresh_type: `diag` or `exact`.
+        sink_keys: rows [start, stop) that are exact as keys, widened to whole blocks.
+        sink_queries: exactly these rows attend to every key exactly.
+        tile: how the kernel is launched; None is the first of `tiles_for` the device.
+
+    Returns:
+        `out` [B, T, H, D] in q's dtype, contiguous, and `density` as `sol_rowwise` counts it. Nothing waits
+        for the device.
+
+    Raises:
+        ValueError: tensors or options that the kernels do not take.
+        ImportError: Triton is not installed, or cannot be imported.
+    """
+    from . import sol_kernels as kernels
+
+    _require(q, k, v, scale, thresh_type)
+    tile = tile or tiles_for(sm_of(q.device))[0]
+    batch, tokens, heads, head_dim = q.shape
+    blocks, lanes = -(-tokens // BLOCK), batch * heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.numel() == 0:
+        return SolResult(out, torch.zeros((), device=q.device))
+    s = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
+    tiles = lanes * -(-blocks // tile.pair)
+    programs = min(_PROGRAMS * _multiprocessors(q.device), tiles)
+    skip = sink_queries if sink_queries[1] > sink_queries[0] else (tokens, 0)
+    with _on(q.device):
+        means = torch.empty(3, lanes, blocks, head_dim, dtype=q.dtype, device=q.device)
+        moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=q.device)
+        lists = torch.empty(programs, 3, blocks, dtype=torch.int32, device=q.device)
+        exact_pairs, next_tile = torch.zeros(2, dtype=torch.int64, device=q.device).split(1)
+        kernels.block_means[(blocks, lanes)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
+        kernels.key_moments[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
+        kernels.attend[(programs,)](
+            q, k, v, out, *means, *moments, lists, next_tile.view(torch.int32), exact_pairs,
+            tokens, blocks, heads, tiles, s, float(tau), *blocks_of(sink_keys), *skip,
+            *_strides(q, k, v, out),
+            D=head_dim, PAIR=tile.pair, GROUP=tile.group, HALVES=tile.halves,
+            EXACT_VARIANCE=thresh_type == "exact", SHIFT=_SHIFT[q.dtype],
+            POOLED_STAGES=tile.pooled_stages, EXACT_STAGES=tile.exact_stages, num_warps=tile.warps,
+        )  # fmt: skip
+        if sink_queries[1] > sink_queries[0]:
+            start, stop = sink_queries
+            kernels.attend_exactly[(-(-(stop - start) // BLOCK), lanes)](
+                q, k, v, out, tokens, heads, s, start, stop, *_strides(q, k, v, out),
+                D=head_dim, HALVES=tile.halves, SHIFT=_SHIFT[q.dtype], STAGES=tile.exact_stages, num_warps=4,
+            )  # fmt: skip
+    return SolResult(out, exact_pairs[0] / (lanes * blocks * blocks))
+
+
+def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> None:
+    if thresh_type not in ("diag", "exact"):
+        raise ValueError(f"thresh_type must be diag or exact, got {thresh_type!r}")
+    if not q.shape == k.shape == v.shape or q.dim() != 4:
+        raise ValueError(f"q, k, v must be [B, T, H, D] alike, got {[tuple(t.shape) for t in (q, k, v)]}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise ValueError(f"q, k, v must be bf16 or fp16 alike, got {[t.dtype for t in (q, k, v)]}")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be 64 or 128, got {q.shape[-1]}")
+    if any(t.stride(-1) != 1 for t in (q, k, v)):
+        raise ValueError("q, k and v must have a contiguous last dimension")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+
+
+def _strides(*tensors: torch.Tensor) -> list[int]:
+    """Batch, row and head stride of each."""
+    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """1 for a CPU, where Triton's interpreter runs programs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,178 @@
+"""How the Triton kernel is cut for a device: the lists fit the devices, and a timing chooses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comfyui import inprocess
+from comfyui.startup import PACK_ROOT
+from sol_doubles import meta
+
+tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
+timings = inprocess.pack_module("kernels_glue.attention.timings")
+
+# KiB of shared memory of a multiprocessor, and how much of it one program can have (CUDA C++ Programming
+# Guide, compute capabilities); 64 Ki registers on all of them.
+SHARED = {(8, 0): (164, 163), (8, 9): (100, 99), (9, 0): (228, 227), (10, 0): (228, 227), (12, 0): (100, 99)}
+
+# Not in this process, whose Triton interprets. Prints [SM, head_dim, bytes of shared memory] for each tile.
+COMPILE = """
+import importlib.util, json, sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+spec = importlib.util.spec_from_file_location("sol_kernels", sys.argv[1])
+kernels = importlib.util.module_from_spec(spec)
+sys.modules["sol_kernels"] = kernels
+spec.loader.exec_module(kernels)
+attend = kernels.attend
+POINTERS = {"q": "bf16", "k": "bf16", "v": "bf16", "out": "bf16", "k_high": "bf16", "k_low": "bf16",
+            "v_mean": "bf16", "centre": "fp32", "spread": "fp32", "lists": "i32", "next_tile": "i32",
+            "exact_pairs": "i64"}
+for sm, head_dim, tile in json.loads(sys.argv[2]):
+    pair, group, halves, pooled_stages, exact_stages, warps = tile
+    fixed = {"D": head_dim, "PAIR": pair, "GROUP": group, "HALVES": halves, "EXACT_VARIANCE": False,
+             "SHIFT": 16.0, "POOLED_STAGES": pooled_stages, "EXACT_STAGES": exact_stages}
+    signature, attributes = {}, {}
+    for index, name in enumerate(attend.arg_names):
+        if name in fixed:
+            signature[name] = "constexpr"
+            continue
+        number = "fp32" if name in ("scale", "tau") else "i32"
+        signature[name] = "*" + POINTERS[name] if name in POINTERS else number
+        if name in POINTERS or name.endswith(("_row", "_head", "_batch")):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    constants = {(attend.arg_names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(fn=attend, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = compile(source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps})
+    print(json.dumps([sm, head_dim, compiled.metadata.shared]), flush=True)
+"""
+
+
+def compiled(cases: list[Any], cache: Path) -> list[list[int]]:
+    kernels = PACK_ROOT / "kernels_glue" / "attention" / "sol_kernels.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", COMPILE, str(kernels), json.dumps(cases)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.parametrize("sm", SHARED, ids=str)
+def test_tiles_compile_and_fit(sm: tuple[int, int], tmp_path: Path) -> None:
+    """Without a GPU: Triton and ptxas compile for any. Two programs fit, but for one with 8 warps."""
+    pytest.importorskip("triton")
+    listed = tiles.tiles_for(sm)
+    number = sm[0] * 10 + sm[1]
+    cases = [[number, 128, tiles.astuple(tile)] for tile in listed] + [[number, 64, tiles.astuple(listed[0])]]
+    found = compiled(cases, tmp_path)
+    assert len(found) == len(cases)
+    multiprocessor, program = (kib * 1024 for kib in SHARED[sm])
+    for (_, head_dim, tile), (_, _, shared) in zip(cases, found, strict=True):
+        print(f"SM {sm[0]}.{sm[1]} head_dim {head_dim} {tile}: {shared / 1024:.0f} KiB")
+        assert shared <= program
+        # Each program also takes 1 KiB for the system.
+        fits_twice = 2 * (shared + 1024) <= multiprocessor
+        assert fits_twice or tile != cases[0][2]
+
+
+def test_devices_without_a_list_take_the_one_that_needs_least() -> None:
+    assert tiles.tiles_for((8, 6)) == tiles.tiles_for((12, 1)) == tiles.tiles_for(None)
+    assert tiles.tiles_for((9, 0)) != tiles.tiles_for((8, 6))
+    assert all(len(set(map(str, tiles.tiles_for(sm)))) == len(tiles.tiles_for(sm)) for sm in SHARED)
+
+
+# --- choosing ------------------------------------------------------------------------------------
+
+
+class Device:
+    """Stands in for a GPU: a clock that knows how long each tile takes, and some that do not run."""
+
+    def __init__(self, path: Path, ms: Callable[[Any], float]):
+        self.path, self.ms = path, ms
+        self.ran: list[tuple[torch.Size, Any]] = []
+
+    def process(self) -> Any:
+        """A chooser as a new process has it, with the same file."""
+        return tiles.TileChooser(timings.TimingStore(self.path), self.milliseconds)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any) -> None:
+        self.ran.append((q.shape, tile))
+        self.ms(tile)  # raises for a tile that does not run
+
+    def milliseconds(self, function: Callable[[], Any], device: torch.device) -> float:
+        function()
+        return self.ms(self.ran[-1][1])
+
+
+def choose(chooser: Any, device: Device, tokens: int = 1000, versions: str = "1", **how: Any) -> Any:
+    q = meta(2, tokens, 20, 128, **how)
+    return chooser.choose(q, q, q, device.run, versions)
+
+
+def test_the_fastest_is_taken_and_remembered(tmp_path: Path) -> None:
+    listed = tiles.tiles_for(None)
+    device = Device(tmp_path / "tiles.json", lambda tile: 1.0 + (tile is not listed[1]))
+    chooser = device.process()
+    assert choose(chooser, device) is listed[1]
+    # Each compiles and is timed, on one sample and few heads.
+    assert [tile for _, tile in device.ran] == [tile for tile in listed for _ in range(2)]
+    assert {shape for shape, _ in device.ran} == {torch.Size((1, 1000, timings.TIMED_HEADS, 128))}
+    device.ran.clear()
+    assert choose(chooser, device, tokens=1024) is listed[1]  # rounded to the same length
+    assert choose(device.process(), device) is listed[1]
+    assert device.ran == []
+    for other in ({"tokens": 1025}, {"versions": "2"}, {"dtype": torch.float16}):
+        choose(device.process(), device, **other)
+        assert device.ran, other
+        device.ran.clear()
+
+
+def test_a_tile_that_does_not_run_is_left_out(tmp_path: Path) -> None:
+    listed = tiles.tiles_for(None)
+
+    def ms(tile: Any) -> float:
+        if tile is listed[0]:
+            raise RuntimeError("out of resource: shared memory")
+        return 2.0 if tile is listed[1] else 3.0
+
+    device = Device(tmp_path / "tiles.json", ms)
+    assert choose(device.process(), device) is listed[1]
+    entry = next(iter(json.loads(device.path.read_text())["timings"].values()))
+    assert entry["errors"] == {str(listed[0]): "RuntimeError: out of resource: shared memory"}
+
+
+def test_no_tile_runs(tmp_path: Path) -> None:
+    def ms(tile: Any) -> float:
+        raise ValueError("no such instruction")
+
+    device = Device(tmp_path / "tiles.json", ms)
+    with pytest.raises(RuntimeError, match=r"no tile runs: .*no such instruction"):
+        choose(device.process(), device)
+    assert not device.path.exists()
+
+
+def test_out_of_memory_is_not_a_property_of_a_tile(tmp_path: Path) -> None:
+    def ms(tile: Any) -> float:
+        raise torch.OutOfMemoryError("no memory")
+
+    device = Device(tmp_path / "tiles.json", ms)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(device.process(), device)
+
+
+def test_another_list_is_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(tmp_path / "tiles.json", lambda tile: 1.0)
+    choose(device.process(), device)
+    device.ran.clear()
+    other = (tiles.Tile(1, 16, 1, 3, 3),)
+    monkeypatch.setattr(tiles, "tiles_for", lambda sm: other)
+    assert choose(device.process(), device) is other[0]
+    assert device.ran

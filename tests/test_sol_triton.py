@@ -1,0 +1,259 @@
+"""The pack's Triton kernels in Triton's interpreter: the reference, both limits, odd shapes and values.
+
+What only a GPU shows (long sequences, the compiled kernels, speed) is in test_gpu_sol_triton.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from comfyui import inprocess
+from sol_data import brute_force, dense, difference, smooth_qkv
+from sol_doubles import of_fused
+from triton_interpreter import compute_in_bf16
+
+pytest.importorskip("triton")
+
+sol_triton = inprocess.pack_module("kernels_glue.attention.sol_triton")
+tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
+reference = inprocess.pack_module("kernels_glue.attention.reference")
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# Two query blocks at a time, and one with its values in halves; groups so small that there are several.
+PAIR, SINGLE = tiles.Tile(2, 16, 1, 1, 1), tiles.Tile(1, 16, 2, 1, 1)
+BOTH = pytest.mark.parametrize("tile", [PAIR, SINGLE], ids=["pair", "single"])
+# Rounding of the weights and of the output to the dtype of q.
+ROUNDING = {BF16: 5e-3, FP16: 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    compute_in_bf16(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = PAIR, **options: Any) -> Any:
+    return sol_triton.sol_triton(q, k, v, tile=tile, **options)
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    """The row-wise reference in fp64."""
+    return reference.sol_rowwise(*(t.double() for t in (q, k, v)), compute_dtype=torch.float64, **options)
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = PAIR, **options: Any) -> Any:
+    """Runs the kernels, compares with the reference and returns the reference's result."""
+    result, right = run(q, k, v, tile, **options), expected(q, k, v, **options)
+    assert result.out.dtype == q.dtype and result.out.shape == q.shape and result.out.is_contiguous()
+    assert difference(result.out, right.out) < ROUNDING[q.dtype]
+    assert float(result.density) == pytest.approx(float(right.density), rel=1e-6)
+    return right
+
+
+# --- the reference -------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (63, 3), (64, 1), (65, 2), (127, 1), (200, 2)])
+def test_short_sequences(tokens: int, batch: int, dtype: torch.dtype, tile: Any) -> None:
+    check(*smooth_qkv(tokens, 2, 64, batch, dtype, seed=tokens), tile, tau=0.5)
+
+
+@BOTH
+@pytest.mark.parametrize("thresh_type", ["diag", "exact"])
+@pytest.mark.parametrize(("tokens", "head_dim", "dtype"), [(1031, 128, BF16), (1100, 64, FP16)])
+def test_routing(tokens: int, head_dim: int, dtype: torch.dtype, thresh_type: str, tile: Any) -> None:
+    """17 and 18 blocks: an odd and an even number, and more than a group."""
+    tensors = smooth_qkv(tokens, 1, head_dim, 1, dtype, seed=tokens)
+    right = check(*tensors, tile, tau=0.7, thresh_type=thresh_type)
+    assert 0.25 < float(right.density) < 0.5
+    assert difference(right.out, dense(*tensors)) > 0.02  # pooled blocks matter
+
+
+def test_the_two_thresholds_differ() -> None:
+    tensors = smooth_qkv(1031, 1, 64, 1, FP16, seed=5)
+    assert float(run(*tensors, tau=0.5).density) != float(run(*tensors, tau=0.5, thresh_type="exact").density)
+
+
+def test_more_blocks_than_one_group_of_the_moments() -> None:
+    check(*smooth_qkv(64 * 66 + 5, 1, 64, 1, FP16, seed=1), tiles.Tile(2, 64, 2, 1, 1), tau=1.5)
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [0.02, 0.4])
+def test_scale(scale: float, tile: Any) -> None:
+    tensors = smooth_qkv(449, 1, 64, 1, FP16, seed=2)
+    check(*tensors, tile, tau=0.5, scale=scale)
+
+
+# --- both limits ---------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_everything_exact_is_dense(dtype: torch.dtype, tile: Any) -> None:
+    tensors = smooth_qkv(449, 1, 64, 1, dtype, seed=3)
+    result = run(*tensors, tile, tau=-100.0)
+    assert difference(result.out, dense(*tensors)) < ROUNDING[dtype]
+    assert float(result.density) == 1
+
+
+@BOTH
+def test_nothing_exact_is_the_pooled_formula_and_the_diagonal(tile: Any) -> None:
+    q, k, v = smooth_qkv(449, 1, 64, 1, FP16, seed=4)
+    result = run(q, k, v, tile, tau=100.0)
+    right, density = brute_force(q, k, v, tau=100.0)
+    assert difference(result.out, right) < ROUNDING[FP16]
+    assert float(result.density) == pytest.approx(density) == pytest.approx((3 * 8 - 2) / 64)
+
+
+# --- sinks ---------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("keys", [(0, 0), (0, 70), (200, 201), (400, 449)], ids=str)
+@pytest.mark.parametrize("queries", [(0, 0), (0, 128), (100, 101), (130, 449)], ids=str)
+def test_sinks(keys: tuple[int, int], queries: tuple[int, int], tile: Any) -> None:
+    tensors = smooth_qkv(449, 1, 64, 1, FP16, seed=6)
+    check(*tensors, tile, tau=1.5, sink_keys=keys, sink_queries=queries)
+
+
+def test_query_sinks_do_not_touch_their_neighbours() -> None:
+    tensors = smooth_qkv(449, 1, 64, 2, FP16, seed=7)
+    without, with_sinks = run(*tensors, tau=1.5).out, run(*tensors, tau=1.5, sink_queries=(100, 300)).out
+    rows = torch.arange(449)
+    outside = (rows < 100) | (rows >= 300)
+    assert torch.equal(with_sinks[:, outside], without[:, outside])
+    assert difference(with_sinks[:, ~outside], dense(*tensors)[:, ~outside]) < ROUNDING[FP16]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def test_views_are_read_as_they_are() -> None:
+    """Of a fused projection, of another order of dimensions, and off the 16 bytes that a load would like."""
+    q, k, v = smooth_qkv(200, 2, 64, 2, FP16, seed=8)
+    plain = run(q, k, v, tau=0.5).out
+    assert torch.equal(run(*of_fused(q, k, v), tau=0.5).out, plain)
+    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(run(*turned, tau=0.5).out, plain)
+    crooked = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape).copy_(k)
+    wide = torch.full((2, 200, 2, 67), torch.nan, dtype=v.dtype)[..., :64].copy_(v)
+    assert torch.equal(run(q, crooked, wide, tau=0.5).out, plain)
+
+
+@pytest.mark.parametrize("tokens", [65, 449])
+def test_every_element_is_written_and_no_scratch_is_read_before(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fresh memory is full of NaN here, and of numbers that point nowhere."""
+    tensors = smooth_qkv(tokens, 2, 64, 2, FP16, seed=9)
+    plain = run(*tensors, tau=0.7, sink_queries=(3, 60)).out
+    made = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = made(*shape, **options)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(sol_triton.torch, "empty", poisoned)
+    assert torch.equal(run(*tensors, tau=0.7, sink_queries=(3, 60)).out, plain)
+
+
+def test_bits_repeat_whoever_computes_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = smooth_qkv(449, 2, 64, 2, FP16, seed=10)
+    one = run(*tensors, tau=0.7)
+    again = run(*tensors, tau=0.7)
+    assert torch.equal(one.out, again.out) and float(one.density) == float(again.density)
+    monkeypatch.setattr(sol_triton, "_multiprocessors", lambda device: 3)
+    many = run(*tensors, tau=0.7)
+    assert torch.equal(one.out, many.out) and float(one.density) == float(many.density)
+
+
+def test_inputs_stay_as_they_are() -> None:
+    tensors = smooth_qkv(200, 1, 64, 1, FP16)
+    before = [t.clone() for t in tensors]
+    run(*tensors, sink_queries=(0, 10), sink_keys=(0, 10))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_no_tokens() -> None:
+    nothing = torch.zeros(1, 0, 2, 64, dtype=BF16)
+    assert run(nothing, nothing, nothing).out.shape == nothing.shape
+
+
+# --- extreme values ------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_a_channel_far_above_the_others(dtype: torch.dtype, tile: Any) -> None:
+    q, k, v = smooth_qkv(449, 1, 64, 1, torch.float64, seed=11)
+    for tensor in (q, k, v):
+        tensor[..., 5] *= 50
+    check(*(t.to(dtype) for t in (q, k, v)), tile, tau=0.7)
+
+
+@BOTH
+def test_keys_that_are_all_the_same(tile: Any) -> None:
+    """No deviation: nothing is above the threshold but what must be, and every weight is equal."""
+    q, _, v = smooth_qkv(449, 1, 64, 1, FP16, seed=12)
+    k = torch.ones_like(q)
+    result = run(q, k, v, tile).out
+    assert difference(result, v.double().mean(1, keepdim=True).expand_as(v)) < ROUNDING[FP16]
+
+
+@BOTH
+def test_zeros(tile: Any) -> None:
+    q, k, v = smooth_qkv(449, 1, 64, 1, FP16, seed=13)
+    nothing = torch.zeros_like(q)
+    for tensors in ((nothing, k, v), (q, nothing, v)):
+        assert difference(run(*tensors, tile).out, dense(*tensors)) < ROUNDING[FP16]
+    assert not run(q, k, nothing, tile).out.any()
+
+
+@BOTH
+def test_the_largest_bf16_numbers(tile: Any) -> None:
+    """A mean of the largest number is the largest number, however many there are."""
+    q, k, v = smooth_qkv(449, 1, 64, 1, BF16, seed=14)
+    largest = torch.finfo(BF16).max
+    assert (run(q, k, torch.full_like(v, largest), tile).out == largest).all()
+    # One key above all others: q, k and the mean of its block are near the end of the range.
+    huge = torch.zeros_like(k)
+    huge[:, 200] = largest
+    tiny = torch.full_like(q, 2.0**-20)
+    result = run(tiny, huge, v, tile, sink_keys=(192, 256)).out
+    assert difference(result, v[:, 200:201].expand_as(v)) < ROUNDING[BF16]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda q, k, v: (q, k[:, :64], v), "alike"),
+        (lambda q, k, v: (q[0], k[0], v[0]), "alike"),
+        (lambda q, k, v: (q.float(), k.float(), v.float()), "bf16 or fp16 alike"),
+        (lambda q, k, v: (q, k.half(), v), "bf16 or fp16 alike"),
+        (lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), "head_dim must be 64 or 128, got 32"),
+        (lambda q, k, v: (q, k.mT.contiguous().mT, v), "contiguous last dimension"),
+    ],
+)
+def test_tensors_that_are_refused(change: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(*change(*smooth_qkv(65, 64, 64, 1, BF16)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"thresh_type": "none"}, "thresh_type"), ({"scale": 0.0}, "scale")]
+)
+def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(*smooth_qkv(65, 1, 64, 1, BF16), **options)
