@@ -63,7 +63,7 @@ def case(
     comfy.unload_all()
 
 
-every_provider = pytest.mark.parametrize("provider", ["kitchen", "nvlabs", "triton"])
+every_provider = pytest.mark.parametrize("provider", ["kitchen", "nvlabs", "triton", "builtin"])
 
 
 @pytest.fixture

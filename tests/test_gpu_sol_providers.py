@@ -22,6 +22,7 @@ KERNELS = {
     "kitchen": (reference.sol_centroid, 0.03),
     "nvlabs": (reference.sol_rowwise, 0.02),
     "triton": (reference.sol_rowwise, 0.03),
+    "builtin": (reference.sol_rowwise, 0.005),
 }
 
 

@@ -113,7 +113,7 @@ def test_nvlabs_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("sm", "int8"),
-    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((12, 1), True), ((11, 0), False)],
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), False), ((12, 1), True), ((11, 0), False)],
 )
 def test_int8_scores_by_signature_and_device(
     sm: tuple[int, int], int8: bool, monkeypatch: pytest.MonkeyPatch

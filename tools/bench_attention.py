@@ -157,7 +157,34 @@ class Bench:
             asked = self.base.SolOptions(1.0, scale, token_aug=256)
             if not provider.unsupported(asked):
                 self._sparse("sol kitchen tau 1 token_aug 256", provider, asked)
+        if provider.name == "builtin":
+            self._builtin()
         self._glue(provider)
+
+    def _builtin(self) -> None:
+        """Parts of the pack's own kernel: what it prepares, its scratch, and each way to cut it."""
+        kernel = inprocess.pack_module("kernels_glue.attention.sol_triton")
+        cuts = inprocess.pack_module("kernels_glue.attention.sol_tiles")
+        sm = inprocess.pack_module("kernels_glue.attention.devices").sm_of(self.device)
+        everything = sum(t.nbytes for t in (self.q, self.k, self.v)) / MIB
+
+        def run(tile: Any) -> Any:
+            return kernel.sol_triton(self.q, self.k, self.v, tile=tile)
+
+        for tile in cuts.tiles_for(sm):
+            try:
+                self.row(f"builtin tau 1, cut {tile}", ms=self._time(lambda tile=tile: run(tile)))
+            except Exception as error:
+                self.row(f"builtin tau 1, cut {tile}", failed=str(error).splitlines()[0])
+        result = run(None)
+        scratch = self._extra(lambda: run(None).out)
+        self.row(
+            "builtin: preparation, scratch, its own count",
+            ms=self._time(lambda: kernel.prepare(self.k, self.v)),
+            scratch_MiB=scratch,
+            of_qkv=f"{scratch / everything:.2%}",
+            exact_blocks=float(result.density),
+        )
 
     def _sparse(self, name: str, provider: Any, asked: Any) -> None:
         import torch
@@ -168,7 +195,7 @@ class Bench:
         out = run()[:, :, :2].clone()
         of = self.reference.sol_centroid if provider.name == "kitchen" else self.reference.sol_rowwise
         sinks = {"sink_keys": asked.sink_keys, "sink_queries": asked.sink_queries}
-        same = of(*self.few, scale=asked.scale, tau=asked.tau, compute_dtype=torch.float32, **sinks)
+        same = of(*self.few, scale=asked.scale, tau=asked.tau, compute_dtype=torch.float64, **sinks)
         self.row(
             name + (" sinks" if asked.sink_keys != self.base.NO_ROWS else ""),
             ms=self._time(run),

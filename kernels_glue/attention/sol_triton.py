@@ -66,29 +66,47 @@ def sol_triton(
     s = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
     tiles = lanes * -(-blocks // tile.pair)
     programs = min(_PROGRAMS * _multiprocessors(q.device), tiles)
-    skip = sink_queries if sink_queries[1] > sink_queries[0] else (tokens, 0)
+    dense_rows = sink_queries[1] - sink_queries[0]
+    skip = sink_queries if dense_rows > 0 else (tokens, 0)
     with _on(q.device):
-        means = torch.empty(3, lanes, blocks, head_dim, dtype=q.dtype, device=q.device)
-        moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=q.device)
+        prepared = prepare(k, v)
         lists = torch.empty(programs, 3, blocks, dtype=torch.int32, device=q.device)
         exact_pairs, next_tile = torch.zeros(2, dtype=torch.int64, device=q.device).split(1)
-        kernels.block_means[(blocks, lanes)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
-        kernels.key_moments[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
         kernels.attend[(programs,)](
-            q, k, v, out, *means, *moments, lists, next_tile.view(torch.int32), exact_pairs,
+            q, k, v, out, *prepared, lists, next_tile.view(torch.int32), exact_pairs,
             tokens, blocks, heads, tiles, s, float(tau), *blocks_of(sink_keys), *skip,
             *_strides(q, k, v, out),
             D=head_dim, PAIR=tile.pair, GROUP=tile.group, HALVES=tile.halves,
             EXACT_VARIANCE=thresh_type == "exact", SHIFT=_SHIFT[q.dtype],
             POOLED_STAGES=tile.pooled_stages, EXACT_STAGES=tile.exact_stages, num_warps=tile.warps,
         )  # fmt: skip
-        if sink_queries[1] > sink_queries[0]:
-            start, stop = sink_queries
-            kernels.attend_exactly[(-(-(stop - start) // BLOCK), lanes)](
-                q, k, v, out, tokens, heads, s, start, stop, *_strides(q, k, v, out),
+        if dense_rows > 0:
+            kernels.attend_exactly[(-(-dense_rows // BLOCK), lanes)](
+                q, k, v, out, tokens, heads, s, *sink_queries, *_strides(q, k, v, out),
                 D=head_dim, HALVES=tile.halves, SHIFT=_SHIFT[q.dtype], STAGES=tile.exact_stages, num_warps=4,
             )  # fmt: skip
     return SolResult(out, exact_pairs[0] / (lanes * blocks * blocks))
+
+
+def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the kernel needs to know of the keys and values before it starts, from one pass over them.
+
+    Args:
+        k, v: [B, T, H, D] as `sol_triton` takes them, on the current device.
+
+    Returns:
+        Block means of k as a sum of two numbers of its dtype, and of v: 3 x [B * H, blocks, D]. Mean and
+        variance of the former over the blocks: 2 x [B * H, D], fp32.
+    """
+    from . import sol_kernels as kernels
+
+    batch, tokens, heads, head_dim = k.shape
+    blocks, lanes = -(-tokens // BLOCK), batch * heads
+    means = torch.empty(3, lanes, blocks, head_dim, dtype=k.dtype, device=k.device)
+    moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=k.device)
+    kernels.block_means[(blocks, lanes)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
+    kernels.key_moments[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
+    return (*means, *moments)
 
 
 def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> None:
