@@ -5,6 +5,7 @@ INT8. Run with dynamic VRAM and without: `python tools/dev.py test --gpu`.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -127,6 +128,27 @@ def test_tau_far_below_is_dense_to_the_rounding_of_the_kernel(
     out = sample(comfy, patched, case)
     assert tally_of(patched).sparse.total() == (STEPS - 1) * (BLOCKS - 1)
     assert 0 < difference(out, plain) < 0.02
+
+
+@pytest.mark.parametrize("provider", ["builtin"])
+def test_builtin_is_as_close_to_dense_as_the_best_other_kernel(
+    comfy: ModuleType, case: Case, provider: str
+) -> None:
+    """By the distance of whole samples, which is PSNR in other words: 0.1 dB is a factor of 1.012."""
+    kernels = inprocess.pack_module("kernels_glue.attention.providers").PROVIDERS
+    source = case[0]
+    plain = sample(comfy, source, case)
+    errors = {}
+    for name in ("builtin", "kitchen", "nvlabs", "triton"):
+        if kernels[name].missing(torch.device("cuda")):
+            continue
+        patched, _ = patch(comfy, source, provider=name, min_tokens=1, tau=1)
+        out = sample(comfy, patched, case)
+        if tally_of(patched).sparse[name]:
+            errors[name] = difference(out, plain)
+    decibels = {name: -20 * math.log10(error) for name, error in errors.items()}
+    print({name: round(value, 2) for name, value in decibels.items()})
+    assert decibels["builtin"] > max(decibels.values()) - 0.1
 
 
 def test_all_steps_dense_is_the_dense_backend_bit_for_bit(
