@@ -84,3 +84,21 @@ def test_head_dim_64_is_dense_with_its_reason(
     strict, _ = patch(comfy, source, strict=True, **settings)
     with pytest.raises(KitchenSolError, match=r"strict is on .* because of: kitchen: head_dim 64, not 128"):
         comfy.sample(strict, model, steps=2)
+
+
+def test_head_dim_64_goes_sparse_where_a_kernel_takes_it(
+    comfy: ModuleType, tiny: Callable[..., TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LTX by the reference: everything exact is the unpatched model, the usual threshold is not."""
+    model = tiny("ltx")
+    source = comfy.load_unet(model.path)
+    latent = {"width": 512, "height": 512, "length": 17}  # 3 x 16 x 16 tokens, 12 blocks
+    plain = comfy.sample(source, model, steps=1, **latent)
+    spy = spy_on(monkeypatch)
+    settings = {"dense_percent": 0, "dense_layers": "", "strict": True}
+    everything, _ = patch(comfy, source, tau=-100, **settings)
+    assert difference(comfy.sample(everything, model, steps=1, **latent), plain) < 1e-3
+    assert {shape[1:] for shape, _ in spy.calls} == {(768, model.config["num_attention_heads"], 64)}
+    sparse, _ = patch(comfy, source, tau=1, **settings)
+    assert difference(comfy.sample(sparse, model, steps=1, **latent), plain) > 1e-4
+    assert tally_of(sparse).sparse.total() == model.config["num_layers"]

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 64
+HEAD_DIMS = (64, 128)
 NO_ROWS = (0, 0)
 
 

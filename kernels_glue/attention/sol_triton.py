@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from .devices import sm_of
-from .sol import BLOCK, NO_ROWS, SolResult, blocks_of
+from .sol import BLOCK, HEAD_DIMS, NO_ROWS, SolResult, blocks_of
 from .sol_tiles import Tile, tiles_for
 
-HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 # Room above the largest softmax weight, as a power of two. bf16 has fp32's exponents, so weights can be that
 # much smaller and sums of the largest bf16 numbers still fit; fp16 values are small enough as they are.

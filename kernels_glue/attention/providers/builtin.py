@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..sol import SolOptions, SolResult
+from ..sol import HEAD_DIMS, SolOptions, SolResult
 from ..sol_tiles import Tile, TileChooser
-from ..sol_triton import DTYPES, HEAD_DIMS, sol_triton
+from ..sol_triton import DTYPES, sol_triton
 from .devices import too_old
 from .packages import triton_problem
 from .signature import Argument, accepted, refusal

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import reference as sol
-from ..sol import SolOptions, SolResult
+from ..sol import HEAD_DIMS, SolOptions, SolResult
 from .signature import Argument, accepted, refusal
 from .tensors import misfit
 
@@ -24,8 +24,8 @@ class ReferenceSol:
         return refusal(sol.sol_rowwise, _arguments(options))
 
     def unfit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-        # The formulas hold for any head_dim; the node's promise, as that of all kernels, is 128.
-        return misfit(q, k, v, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+        # The formulas hold for any head_dim; the node's promise is that of the kernels.
+        return misfit(q, k, v, (torch.bfloat16, torch.float16, torch.float32, torch.float64), HEAD_DIMS)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: SolOptions) -> SolResult:
         compute_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
