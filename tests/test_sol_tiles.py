@@ -105,7 +105,7 @@ def test_the_other_kernels_and_variants_compile(sm: int, tmp_path: Path) -> None
         attend(sm, tile, head_dim=64),
         attend(sm, tile, dtype="fp16", exact_variance=True),
         ("block_means", sm, "bf16", {"D": 128}, 4),
-        ("key_moments", sm, "bf16", {"D": 128, "GROUP": 64}, 4),
+        ("centre_keys", sm, "bf16", {"D": 128, "GROUP": 64}, 4),
         ("attend_exactly", sm, "fp16", {"D": 128, "HALVES": tile.halves, "SHIFT": 0.0, "STAGES": 2}, 4),
     ]
     assert len(compiled(cases, tmp_path)) == len(cases)

@@ -4,9 +4,13 @@ Imported when the provider is first used, because Triton is optional. The formul
 launches in sol_triton.py. q, k, v and out are addressed by their strides of [B, T, H, D], with a contiguous
 last dimension; everything else is contiguous. A lane is one head of one sample.
 
-`block_means` reads k and v once, `key_moments` reads the block means. `attend` does the rest in one pass
-over the keys: it scores the block means, which gives both the routing and the pooled terms, notes which
-blocks are exact, and reads these.
+`block_means` reads k and v once, `centre_keys` reads the block means of the keys and centres them. `attend`
+does the rest in one pass over the keys: it scores the block means, which gives both the routing and the
+pooled terms, notes which blocks are exact, and reads these.
+
+Means of keys are kept as the sum of two numbers of their dtype, high and low: one would route pairs near the
+threshold the other way. They are centred because real keys have channels that are large and nearly constant,
+next to which a bf16 number has nothing left for what differs from block to block.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ BLOCK = tl.constexpr(64)
 _LOG2_BLOCK = tl.constexpr(6.0)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
-# Three counts below 1024 share one integer, so that one prefix sum serves three lists.
-_FIELD = tl.constexpr(10)
-_MASK = tl.constexpr(1023)
+# Three counts below 256 share one integer, so that one prefix sum serves three lists; two flags stand above.
+_FIELD = tl.constexpr(8)
+_MASK = tl.constexpr(255)
 
 
 # Numbers that differ from call to call; a kernel would be compiled anew where one is 1 or a multiple of 16.
@@ -58,10 +62,10 @@ def block_means(
 
 
 @triton.jit(do_not_specialize=_PLAIN)
-def key_moments(k_high, k_low, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
-    """Mean and variance, over the blocks, of the keys' block means.
+def centre_keys(k_high, k_low, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
+    """Leaves of the keys' block means, in place, what each differs from their mean.
 
-    Grid (lanes,). centre, spread: [lanes, D], fp32.
+    Grid (lanes,). centre, spread: [lanes, D] fp32, the mean and the variance over the blocks.
     """
     lane = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, D)
@@ -73,9 +77,14 @@ def key_moments(k_high, k_low, centre, spread, blocks, D: tl.constexpr, GROUP: t
     mean = total / blocks
     total = tl.zeros([D], tl.float32)
     for first in range(0, blocks, GROUP):
-        there = (first + tl.arange(0, GROUP) < blocks)[:, None]
+        block = first + tl.arange(0, GROUP)
+        there = (block < blocks)[:, None]
         away = tl.where(there, _sum_of_both(k_high, k_low, first, blocks, D, GROUP) - mean, 0.0)
         total += tl.sum(away * away, 0)
+        high = away.to(k_high.dtype.element_ty)
+        place = block[:, None] * D + column
+        tl.store(k_high + place, high, mask=there)
+        tl.store(k_low + place, (away - high.to(tl.float32)).to(k_low.dtype.element_ty), mask=there)
     tl.store(centre + lane * D + column, mean)
     tl.store(spread + lane * D + column, total / blocks)
 
@@ -137,28 +146,28 @@ def _tile(
 
     centre_row, spread_row = tl.load(centre + column), tl.load(spread + column)
     q0 = _masked_rows(q, row, tokens, q_row, D)
-    probe0, mu0, deviation0 = _probe(q0, tokens - row, centre_row, spread_row, scale)
-    acc0, more0, top0, sum0 = _nothing(D, HALVES)
+    probe0, offset0, deviation0 = _probe(q0, tokens - row, centre_row, spread_row, scale)
+    state0 = _nothing(D, HALVES)
     if PAIR == 2:
         q1 = _masked_rows(q, row + BLOCK, tokens, q_row, D)
-        probe1, mu1, deviation1 = _probe(q1, tokens - row - BLOCK, centre_row, spread_row, scale)
-        acc1, more1, top1, sum1 = _nothing(D, HALVES)
+        probe1, offset1, deviation1 = _probe(q1, tokens - row - BLOCK, centre_row, spread_row, scale)
+        state1 = _nothing(D, HALVES)
     if EXACT_VARIANCE:
         square0, square1 = tl.zeros([GROUP], tl.float32), tl.zeros([GROUP], tl.float32)
         for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
             high = _group(k_high, first, blocks, D, D, GROUP)
             low = _group(k_low, first, blocks, D, D, GROUP)
-            there = first + lanes < blocks
-            away = _block_scores(probe0, high, low) * scale - mu0
-            square0 += tl.where(there, away * away, 0.0)
+            away = _block_scores(probe0, high, low) * scale
+            square0 += away * away  # 0 behind the last block
             if PAIR == 2:
-                away = _block_scores(probe1, high, low) * scale - mu1
-                square1 += tl.where(there, away * away, 0.0)
+                away = _block_scores(probe1, high, low) * scale
+                square1 += away * away
         deviation0 = tl.sqrt(tl.sum(square0, 0) / blocks + _VARIANCE_FLOOR)
         if PAIR == 2:
             deviation1 = tl.sqrt(tl.sum(square1, 0) / blocks + _VARIANCE_FLOOR)
 
-    # Routing and pooled terms. The last block may be short, so it comes at the end and not in the lists.
+    # Routing and pooled terms, whose exponents lack `offset` until the loop is over, because the block means
+    # are centred. The last block may be short, so it comes at the end and not in the lists.
     in_both, in_first, in_second, last0, last1 = 0, 0, 0, 0, 0
     tl.debug_barrier()  # every thread has read the lists of the tile before
     for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
@@ -172,37 +181,37 @@ def _tile(
         weight = tl.where(there, tl.where(j == last, tail_log2, _LOG2_BLOCK), _NEVER)
 
         forced = sink | ((j >= block - 1) & (j <= block + 1))
-        limit = tl.where(there, tl.where(forced, _NEVER, mu0 + tau * deviation0), float("inf"))
+        limit = tl.where(forced, _NEVER, tau * deviation0)
         exact0 = _block_scores(probe0, high, low) * scale > limit
         pooled = tl.dot(q0, tl.trans(high)) * scale + tl.where(exact0, _NEVER, weight)[None, :]
-        acc0, more0, top0, sum0 = _absorb(
-            acc0, more0, top0, sum0, pooled, 1.0, values, rest, HALVES, SHIFT, True
-        )  # fmt: skip
-        last0 += tl.sum((exact0 & (j == last)).to(tl.int32), 0)
-        listed0 = (exact0 & (j < last)).to(tl.int32)
-        listed1 = tl.zeros([GROUP], tl.int32)
+        state0 = _absorb(state0, pooled, 1.0, values, rest, HALVES, SHIFT, True)
+        listed0, listed1 = (exact0 & (j < last)).to(tl.int32), tl.zeros([GROUP], tl.int32)
+        at_last = (exact0 & (j == last)).to(tl.int32)
         if PAIR == 2:
             forced = sink | ((j >= block) & (j <= block + 2))
-            limit = tl.where(forced, _NEVER, mu1 + tau * deviation1)
-            limit = tl.where(there & (block < last), limit, float("inf"))
+            limit = tl.where(block == last, float("inf"), tl.where(forced, _NEVER, tau * deviation1))
             exact1 = _block_scores(probe1, high, low) * scale > limit
             pooled = tl.dot(q1, tl.trans(high)) * scale + tl.where(exact1, _NEVER, weight)[None, :]
-            acc1, more1, top1, sum1 = _absorb(
-                acc1, more1, top1, sum1, pooled, 1.0, values, rest, HALVES, SHIFT, True
-            )  # fmt: skip
-            last1 += tl.sum((exact1 & (j == last)).to(tl.int32), 0)
+            state1 = _absorb(state1, pooled, 1.0, values, rest, HALVES, SHIFT, True)
             listed1 = (exact1 & (j < last)).to(tl.int32)
+            at_last += (exact1 & (j == last)).to(tl.int32) << 1
 
         both = listed0 & listed1
         fields = both + ((listed0 - both) << _FIELD) + ((listed1 - both) << (2 * _FIELD))
+        fields += at_last << (3 * _FIELD)
         before = tl.cumsum(fields, 0) - fields
         tl.store(lists + in_both + (before & _MASK), j, mask=both == 1)
         tl.store(lists + blocks + in_first + (before >> _FIELD & _MASK), j, mask=listed0 > both)
-        tl.store(lists + 2 * blocks + in_second + (before >> 2 * _FIELD), j, mask=listed1 > both)
+        tl.store(lists + 2 * blocks + in_second + (before >> 2 * _FIELD & _MASK), j, mask=listed1 > both)
         found = tl.sum(fields, 0)
         in_both += found & _MASK
         in_first += found >> _FIELD & _MASK
-        in_second += found >> 2 * _FIELD
+        in_second += found >> 2 * _FIELD & _MASK
+        last0 += found >> 3 * _FIELD & 1
+        last1 += found >> 3 * _FIELD + 1 & 1
+    state0 = _moved(state0, offset0)
+    if PAIR == 2:
+        state1 = _moved(state1, offset1)
     tl.atomic_add(exact_pairs, (2 * in_both + in_first + in_second + last0 + last1).to(tl.int64))
     tl.debug_barrier()  # every thread sees the lists
 
@@ -212,42 +221,30 @@ def _tile(
             for n in tl.range(0, in_both, num_stages=EXACT_STAGES):
                 keys, values, rest = _block(k, v, tl.load(lists + n), k_row, v_row, D, HALVES)
                 scores = tl.dot(q0, tl.trans(keys))
-                acc0, more0, top0, sum0 = _absorb(
-                    acc0, more0, top0, sum0, scores, scale, values, rest, HALVES, SHIFT, False
-                )  # fmt: skip
+                state0 = _absorb(state0, scores, scale, values, rest, HALVES, SHIFT, False)
                 scores = tl.dot(q1, tl.trans(keys))
-                acc1, more1, top1, sum1 = _absorb(
-                    acc1, more1, top1, sum1, scores, scale, values, rest, HALVES, SHIFT, False
-                )  # fmt: skip
+                state1 = _absorb(state1, scores, scale, values, rest, HALVES, SHIFT, False)
             for n in tl.range(0, in_second, num_stages=EXACT_STAGES):
                 keys, values, rest = _block(k, v, tl.load(lists + 2 * blocks + n), k_row, v_row, D, HALVES)
                 scores = tl.dot(q1, tl.trans(keys))
-                acc1, more1, top1, sum1 = _absorb(
-                    acc1, more1, top1, sum1, scores, scale, values, rest, HALVES, SHIFT, False
-                )  # fmt: skip
+                state1 = _absorb(state1, scores, scale, values, rest, HALVES, SHIFT, False)
         for n in tl.range(0, in_first, num_stages=EXACT_STAGES):
             keys, values, rest = _block(k, v, tl.load(lists + blocks + n), k_row, v_row, D, HALVES)
             scores = tl.dot(q0, tl.trans(keys))
-            acc0, more0, top0, sum0 = _absorb(
-                acc0, more0, top0, sum0, scores, scale, values, rest, HALVES, SHIFT, False
-            )  # fmt: skip
+            state0 = _absorb(state0, scores, scale, values, rest, HALVES, SHIFT, False)
         if last0 + last1 > 0:
             keys, values, rest = _last_block(k, v, last, tokens, k_row, v_row, D, HALVES)
             there = (tl.arange(0, BLOCK) < tail)[None, :]
             if last0 > 0:
                 scores = tl.where(there, tl.dot(q0, tl.trans(keys)), _NEVER)
-                acc0, more0, top0, sum0 = _absorb(
-                    acc0, more0, top0, sum0, scores, scale, values, rest, HALVES, SHIFT, False
-                )  # fmt: skip
+                state0 = _absorb(state0, scores, scale, values, rest, HALVES, SHIFT, False)
             if PAIR == 2:  # noqa: SIM102, this one is decided when the kernel is compiled
                 if last1 > 0:
                     scores = tl.where(there, tl.dot(q1, tl.trans(keys)), _NEVER)
-                    acc1, more1, top1, sum1 = _absorb(
-                        acc1, more1, top1, sum1, scores, scale, values, rest, HALVES, SHIFT, False
-                    )  # fmt: skip
-        _store(out, acc0, more0, sum0, row, 0, tokens, out_row, D, HALVES)
+                    state1 = _absorb(state1, scores, scale, values, rest, HALVES, SHIFT, False)
+        _store(out, state0, row, 0, tokens, out_row, D, HALVES)
         if PAIR == 2:
-            _store(out, acc1, more1, sum1, row + BLOCK, 0, tokens, out_row, D, HALVES)
+            _store(out, state1, row + BLOCK, 0, tokens, out_row, D, HALVES)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -263,20 +260,18 @@ def attend_exactly(
     v += sample * v_batch + head * v_head
     row = start + tl.program_id(0) * BLOCK
     q0 = _masked_rows(q + sample * q_batch + head * q_head, row, tokens, q_row, D)
-    acc, more, top, total = _nothing(D, HALVES)
+    state = _nothing(D, HALVES)
     last = (tokens - 1) // BLOCK
     for j in tl.range(0, last, num_stages=STAGES):
         keys, values, rest = _block(k, v, j, k_row, v_row, D, HALVES)
         scores = tl.dot(q0, tl.trans(keys))
-        acc, more, top, total = _absorb(
-            acc, more, top, total, scores, scale, values, rest, HALVES, SHIFT, False
-        )  # fmt: skip
+        state = _absorb(state, scores, scale, values, rest, HALVES, SHIFT, False)
     keys, values, rest = _last_block(k, v, last, tokens, k_row, v_row, D, HALVES)
     there = (last * BLOCK + tl.arange(0, BLOCK) < tokens)[None, :]
     scores = tl.where(there, tl.dot(q0, tl.trans(keys)), _NEVER)
-    acc, more, top, total = _absorb(acc, more, top, total, scores, scale, values, rest, HALVES, SHIFT, False)
+    state = _absorb(state, scores, scale, values, rest, HALVES, SHIFT, False)
     out += sample * out_batch + head * out_head
-    _store(out, acc, more, total, row, start, stop, out_row, D, HALVES)
+    _store(out, state, row, start, stop, out_row, D, HALVES)
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -292,7 +287,7 @@ def _nothing(D: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def _absorb(
-    acc, more, top, total, scores, scale, values, rest,
+    state, scores, scale, values, rest,
     HALVES: tl.constexpr, SHIFT: tl.constexpr, MAY_BE_EMPTY: tl.constexpr,
 ):  # fmt: skip
     """Adds keys with exponents scores * scale (base 2) to an online softmax.
@@ -300,6 +295,7 @@ def _absorb(
     SHIFT keeps 2^SHIFT of room above the largest weight, for sums of values near the largest number.
     MAY_BE_EMPTY: a row can have no key at all so far.
     """
+    acc, more, top, total = state
     highest = tl.maximum(top, tl.max(scores, 1) * scale)
     base = highest + SHIFT
     shrink = tl.exp2(top - highest)
@@ -316,24 +312,33 @@ def _absorb(
 
 
 @triton.jit
-def _probe(q, live, centre, spread, scale):
-    """What a query block's routing needs: its centroid, and the mean and the deviation of its scores.
+def _moved(state, offset):
+    """The same with exponents that are higher by `offset`."""
+    acc, more, top, total = state
+    return acc, more, top + offset, total
 
-    The centroid [16, D] is the sum of the first two rows, high and low, because one number of q's dtype would
-    route pairs near the threshold the other way. 16 is the fewest rows that tl.dot takes.
+
+@triton.jit
+def _probe(q, live, centre, spread, scale):
+    """What the routing of a query block of `live` rows needs, and its exponents for the mean key, [64].
+
+    The probe [16, D] has the block's centroid as the sum of its first two rows, high and low; 16 is the
+    fewest rows that tl.dot takes. The deviation is that of `diag`.
     """
-    centroid = tl.sum(q.to(tl.float32), 0) / tl.maximum(tl.minimum(live, BLOCK), 1)
+    rows = q.to(tl.float32)
+    centroid = tl.sum(rows, 0) / tl.maximum(tl.minimum(live, BLOCK), 1)
     high = centroid.to(q.dtype)
     low = (centroid - high.to(tl.float32)).to(q.dtype)
     row = tl.arange(0, 16)[:, None]
     probe = tl.where(row == 0, high[None, :], tl.where(row == 1, low[None, :], 0.0).to(q.dtype))
     variance = tl.sum(centroid * centroid * spread, 0) * (scale * scale)
-    return probe, tl.sum(centroid * centre, 0) * scale, tl.sqrt(variance + _VARIANCE_FLOOR)
+    offset = tl.sum(rows * centre[None, :], 1) * scale
+    return probe, offset, tl.sqrt(variance + _VARIANCE_FLOOR)
 
 
 @triton.jit
 def _block_scores(probe, high, low):
-    """[GROUP]: a probe's centroid times the keys' block means, nearly to the precision of fp32."""
+    """[GROUP]: a probe's centroid times the centred block means, nearly to the precision of fp32."""
     return tl.sum(tl.dot(probe, tl.trans(low), tl.dot(probe, tl.trans(high))), 0)
 
 
@@ -375,14 +380,15 @@ def _group(means, first, blocks, D: tl.constexpr, W: tl.constexpr, GROUP: tl.con
 
 @triton.jit
 def _sum_of_both(k_high, k_low, first, blocks, D: tl.constexpr, GROUP: tl.constexpr):
-    """The keys' block means in fp32."""
+    """[GROUP, D] of one lane's block means of the keys, in fp32."""
     high = _group(k_high, first, blocks, D, D, GROUP).to(tl.float32)
     return high + _group(k_low, first, blocks, D, D, GROUP).to(tl.float32)
 
 
 @triton.jit
-def _store(out, acc, more, total, first, start, stop, row_stride, D: tl.constexpr, HALVES: tl.constexpr):
+def _store(out, state, first, start, stop, row_stride, D: tl.constexpr, HALVES: tl.constexpr):
     """Writes those of 64 rows from `first` on that lie in [start, stop)."""
+    acc, more, _, total = state
     row = first + tl.arange(0, BLOCK)
     there = ((row >= start) & (row < stop))[:, None]
     out += row.to(tl.int64)[:, None] * row_stride + tl.arange(0, D // HALVES)

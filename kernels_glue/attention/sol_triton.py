@@ -94,8 +94,8 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v: [B, T, H, D] as `sol_triton` takes them, on the current device.
 
     Returns:
-        Block means of k as a sum of two numbers of its dtype, and of v: 3 x [B * H, blocks, D]. Mean and
-        variance of the former over the blocks: 2 x [B * H, D], fp32.
+        Block means of k, centred, as a sum of two numbers of its dtype, and of v: 3 x [B * H, blocks, D].
+        Mean and variance of the former over the blocks: 2 x [B * H, D], fp32.
     """
     from . import sol_kernels as kernels
 
@@ -104,7 +104,7 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     means = torch.empty(3, lanes, blocks, head_dim, dtype=k.dtype, device=k.device)
     moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=k.device)
     kernels.block_means[(blocks, lanes)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
-    kernels.key_moments[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
+    kernels.centre_keys[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
     return (*means, *moments)
 
 
