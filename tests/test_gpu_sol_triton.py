@@ -225,8 +225,9 @@ def test_equal_keys_zeros_and_the_largest_numbers() -> None:
 
 def test_the_choice_of_a_cut_is_timed_once(tmp_path: Any) -> None:
     store = inprocess.pack_module("kernels_glue.attention.timings").TimingStore(tmp_path / "tiles.json")
+    choice = inprocess.pack_module("kernels_glue.attention.measured").MeasuredChoice("tiles", "", store)
     provider = inprocess.pack_module("kernels_glue.attention.providers.builtin").BuiltinSol(
-        tiles.TileChooser(store)
+        tiles.TileChooser(choice)
     )
     q, k, v = on_gpu(8192, heads=4)
     asked = sol.SolOptions(1.0, 128**-0.5)

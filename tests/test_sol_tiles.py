@@ -18,6 +18,7 @@ from sol_doubles import meta
 
 tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
 timings = inprocess.pack_module("kernels_glue.attention.timings")
+measured = inprocess.pack_module("kernels_glue.attention.measured")
 
 # KiB of shared memory of a multiprocessor, and how much of it one program can have (CUDA C++ Programming
 # Guide, compute capabilities); 64 Ki registers on all of them.
@@ -129,7 +130,8 @@ class Device:
 
     def process(self) -> Any:
         """A chooser as a new process has it, with the same file."""
-        return tiles.TileChooser(timings.TimingStore(self.path), self.milliseconds)
+        store = timings.TimingStore(self.path)
+        return tiles.TileChooser(measured.MeasuredChoice("tiles", "unused", store, self.milliseconds))
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any) -> None:
         self.ran.append((q.shape, tile))
@@ -182,7 +184,7 @@ def test_no_tile_runs(tmp_path: Path) -> None:
         raise ValueError("no such instruction")
 
     device = Device(tmp_path / "tiles.json", ms)
-    with pytest.raises(RuntimeError, match=r"no tile runs: .*no such instruction"):
+    with pytest.raises(measured.NothingRuns, match=r"1-32-2-1-2-4 failed .*no such instruction"):
         choose(device.process(), device)
     assert not device.path.exists()
 

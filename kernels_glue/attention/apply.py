@@ -23,6 +23,7 @@ from .layouts import layout_for
 from .override import SolOverride, describe
 from .providers import PROVIDERS, auto_order, kv_splits_for
 from .providers.base import Provider
+from .providers.fastest import FastestProvider
 from .routing import Router
 from .sampling import OVERRIDE, Model, Session, unwatch, watch
 from .schedule import Schedule, make_schedule
@@ -76,7 +77,7 @@ def patch_attention(
     if isinstance(earlier, SolOverride):
         earlier = earlier.earlier
     session = Session(config, model, show)
-    router = Router(providers, config.min_tokens)
+    router = Router(providers, config.min_tokens, FastestProvider() if config.provider == "auto" else None)
     override = SolOverride(config, router, earlier, session.tally, session.evaluation)
     transformer_options[OVERRIDE] = override
     watch(patcher, session, override)

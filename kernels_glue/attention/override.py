@@ -137,6 +137,8 @@ class SolOverride:
             if out is not None:
                 tally.saw_sparse(provider.name, call.tokens, evaluation.sinks(call.tokens))
                 timed["path"] = f"sparse {provider.name}"
+                if note := self._router.timing_text(call):
+                    tally.remarks[note] = None
                 return out
         return chosen
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from .call import AttentionCall
+from .measured import NothingRuns
 from .providers.base import Provider
+from .providers.fastest import FastestProvider
 from .schedule import Step
 from .sol import SolOptions
 
@@ -86,10 +88,14 @@ class Router:
     Args:
         providers: the kernels to try, in order.
         min_tokens: shortest sequence that is sparse; 0 goes by provider.
+        fastest: chooses among several that can run a call; None takes the first.
     """
 
-    def __init__(self, providers: Sequence[Provider], min_tokens: int):
+    def __init__(
+        self, providers: Sequence[Provider], min_tokens: int, fastest: FastestProvider | None = None
+    ):
         self._providers = tuple(providers)
+        self._fastest = fastest
         self._min_tokens = min_tokens
         self._missing: dict[tuple[str, torch.device], str] = {}
         self._failed: dict[str, str] = {}
@@ -98,13 +104,14 @@ class Router:
     def choose(
         self, call: AttentionCall, options: Callable[[Provider], SolOptions]
     ) -> tuple[Provider, SolOptions] | Reason:
-        """The first kernel that can run a call that nothing else keeps dense, or why there is none.
+        """The kernel for a call that nothing else keeps dense, or why none can run it.
 
         Args:
             options: what to ask of a kernel; called only for sequences that are long enough.
         """
         q, k, v = (tensor.transpose(1, 2) for tensor in (call.q, call.k, call.v))
         reasons: list[Reason] = []
+        fits: list[tuple[Provider, SolOptions]] = []
         for provider in self._providers:
             if self.missing(provider, q.device):
                 continue
@@ -117,8 +124,23 @@ class Router:
             elif unsupported := self._once("unsupported", provider, asked := options(provider)):
                 reasons.append(Reason(f"{provider.name}: {unsupported}"))
             else:
-                return provider, asked
+                fits.append((provider, asked))
+                if self._fastest is None:
+                    break
+        if fits and self._fastest is None:
+            return fits[0]
+        if fits:
+            try:
+                return self._fastest.choose(q, k, v, fits)
+            except NothingRuns as error:
+                for provider, _ in fits:
+                    self.give_up(provider, error.errors[provider.name])
+                reasons.insert(0, Reason(str(error)))
         return reasons[0] if reasons else Reason(f"no Sol kernel for {q.device.type}")
+
+    def timing_text(self, call: AttentionCall) -> str:
+        """The timing by which the kernel of a call was chosen, to be shown; empty if there was none."""
+        return "" if self._fastest is None else self._fastest.text(call.q.transpose(1, 2))
 
     def _once(self, question: str, provider: Provider, *about: Any) -> str:
         """Why a kernel cannot run a call; asked once for each kind of call, of which a model has few."""

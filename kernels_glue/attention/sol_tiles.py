@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..failures import first_line, is_out_of_memory
 from .devices import described, sm_of
-from .timings import TIMED_HEADS, Timing, TimingKey, TimingStore, cuda_milliseconds, default_path
-
-_log = logging.getLogger(__name__)
+from .measured import MeasuredChoice
+from .timings import TimingKey, few_heads
 
 
 @dataclass(frozen=True)
@@ -57,22 +55,10 @@ def tiles_for(sm: tuple[int, int] | None) -> tuple[Tile, ...]:
 
 
 class TileChooser:
-    """Chooses the tile of a call: one timing per device, torch, Triton, dtype, head_dim and rounded length.
+    """Chooses the tile of a call: one timing per device, versions, dtype, head_dim and rounded length."""
 
-    It is stored, so that the next process computes the same bits.
-
-    Args:
-        store: where timings are kept; None is ComfyUI's user folder.
-        milliseconds: measures a function on a device.
-    """
-
-    def __init__(
-        self,
-        store: TimingStore | None = None,
-        milliseconds: Callable[[Callable[[], Any], torch.device], float] = cuda_milliseconds,
-    ):
-        self._store = store
-        self._milliseconds = milliseconds
+    def __init__(self, choice: MeasuredChoice | None = None):
+        self._choice = choice or MeasuredChoice("tiles of builtin", "sol_tiles")
 
     def choose(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Callable[..., Any], versions: str
@@ -82,47 +68,14 @@ class TileChooser:
         Args:
             q, k, v: [B, T, H, D].
             run: run(q, k, v, tile) computes the attention.
-            versions: of torch and Triton; with others a timing does not hold.
+            versions: of what compiles; with others a timing does not hold.
 
         Raises:
-            RuntimeError: the kernel runs with no tile; the message says why.
+            NothingRuns: the kernel runs with no tile.
         """
-        tiles = tiles_for(sm_of(q.device))
-        names = tuple(sorted(map(str, tiles)))
         dtype = str(q.dtype).removeprefix("torch.")
         key = TimingKey.of(described(q.device), versions, dtype, q.shape[3], q.shape[1], k.shape[1])
-        timing = self._timings().get(key)
-        if timing is None or timing.candidates != names:
-            if q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return tiles[0]  # a graph that is being recorded cannot be waited for
-            few = tuple(tensor[:1, :, :TIMED_HEADS] for tensor in (q, k, v))
-            timing = self._time(tiles, names, lambda tile: run(*few, tile), q.device)
-            self._timings().put(key, timing)
-            _log.info("%s", timing.text("builtin", key))
-        return next(tile for tile in tiles if str(tile) == timing.chosen)
-
-    def _time(
-        self,
-        tiles: tuple[Tile, ...],
-        names: tuple[str, ...],
-        run: Callable[[Tile], Any],
-        device: torch.device,
-    ) -> Timing:
-        ms: dict[str, float] = {}
-        errors: dict[str, str] = {}
-        for tile in tiles:
-            try:
-                run(tile)  # compiles
-                ms[str(tile)] = self._milliseconds(lambda tile=tile: run(tile), device)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                errors[str(tile)] = first_line(error)
-        if not ms:
-            raise RuntimeError(f"no tile runs: {errors}")
-        return Timing(min(ms, key=ms.__getitem__), names, ms, errors)
-
-    def _timings(self) -> TimingStore:
-        if self._store is None:
-            self._store = TimingStore(default_path("sol_tiles"))
-        return self._store
+        few = few_heads(q, k, v)
+        tiles = {str(tile): tile for tile in tiles_for(sm_of(q.device))}
+        ways = {name: partial(run, *few, tile) for name, tile in tiles.items()}
+        return tiles[self._choice.choose(key, ways, q.device)]

@@ -168,6 +168,11 @@ def default_path(name: str) -> Path:
     return Path(folder_paths.get_user_directory()) / "kitchen_sol" / f"{name}.json"
 
 
+def few_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views [1, T, TIMED_HEADS, D] or less of [B, T, H, D] tensors, for a timing."""
+    return tuple(tensor[:1, :, :TIMED_HEADS] for tensor in tensors)
+
+
 def cuda_milliseconds(function: Callable[[], Any], device: torch.device) -> float:
     """Median time on the device of a function that was run before, in milliseconds. Waits for the device."""
     times = []

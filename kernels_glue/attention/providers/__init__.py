@@ -14,14 +14,16 @@ PROVIDERS: dict[str, Provider] = {
     for provider in (KitchenSol(), NvlabsSol(), TritonSol(), ReferenceSol(), BuiltinSol())
 }
 
-# The authors' kernels are written for these. Of the others comfy_kitchen's is the fastest in long sequences
-# that was measured (docs/measured.md, SM 9.0); `builtin`, which needs only Triton, takes what it cannot.
+# The authors' kernels are written for these.
 _CUTE_SM = {(9, 0), (10, 0)}
 _SPLIT_SM, _SPLIT_TOKENS, _SPLITS = (9, 0), 65536, 4
 
 
 def auto_order(sm: tuple[int, int] | None) -> tuple[str, ...]:
-    """The providers that `auto` tries, the fastest first; the reference is for those who ask for it.
+    """The providers that `auto` looks at; where several can run a call, a timing on the device decides.
+
+    The first is taken where nothing can be timed. The reference is for those who ask for it, and so is
+    `builtin` until docs/measured.md has its measurement.
 
     Args:
         sm: compute capability of an NVIDIA GPU; None for anything else, where only comfy_kitchen may have
@@ -29,8 +31,7 @@ def auto_order(sm: tuple[int, int] | None) -> tuple[str, ...]:
     """
     if sm is None:
         return ("kitchen",)
-    first = ("nvlabs", "kitchen") if sm in _CUTE_SM else ("kitchen", "nvlabs")
-    return (*first, "builtin", "triton")
+    return ("nvlabs", "kitchen", "triton") if sm in _CUTE_SM else ("kitchen", "nvlabs", "triton")
 
 
 def kv_splits_for(choice: str, sm: tuple[int, int] | None, tokens: int) -> int:

@@ -1,0 +1,94 @@
+"""A choice among ways to compute the same thing, by one timing on the device that is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..failures import first_line, is_out_of_memory
+from .timings import Timing, TimingKey, TimingStore, cuda_milliseconds, default_path
+
+_log = logging.getLogger(__name__)
+
+
+class NothingRuns(RuntimeError):
+    """None of the ways runs; `errors` has what each of them said."""
+
+    def __init__(self, errors: Mapping[str, str]):
+        super().__init__("; ".join(f"{name} failed ({said})" for name, said in errors.items()))
+        self.errors = errors
+
+
+class MeasuredChoice:
+    """Chooses the fastest way by a timing, which is stored, so that the next process computes the same bits.
+
+    Args:
+        what: names the choice in a text.
+        file: name of the timings' file in ComfyUI's user folder.
+        store: where timings are kept instead.
+        milliseconds: measures a function on a device.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        file: str,
+        store: TimingStore | None = None,
+        milliseconds: Callable[[Callable[[], Any], torch.device], float] = cuda_milliseconds,
+    ):
+        self._what = what
+        self._file = file
+        self._store = store
+        self._milliseconds = milliseconds
+
+    def choose(self, key: TimingKey, ways: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
+        """The name of the fastest way; times all of them, which waits for the device, if one is new.
+
+        Args:
+            ways: what to run for each name, the one to take where nothing can be timed first.
+
+        Raises:
+            NothingRuns: none of them runs.
+        """
+        timing = self._timings().get(key)
+        if timing is None or not all(map(timing.measured, ways)):
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return next(iter(ways))  # a graph that is being recorded cannot be waited for
+            timing = self._time(ways, device, timing)
+            self._timings().put(key, timing)
+            _log.info("%s", timing.text(self._what, key))
+        usable = [name for name in ways if name in timing.ms]
+        if not usable:
+            raise NothingRuns(timing.errors)
+        return min(usable, key=timing.ms.__getitem__)
+
+    def text(self, key: TimingKey) -> str:
+        """The timing that decided, to be shown; empty if there was none."""
+        timing = self._timings().get(key)
+        return "" if timing is None else timing.text(self._what, key)
+
+    def _time(
+        self, ways: Mapping[str, Callable[[], Any]], device: torch.device, earlier: Timing | None
+    ) -> Timing:
+        """Measures all ways in one go, so that their times compare; what others took stays."""
+        ms = {} if earlier is None else {n: t for n, t in earlier.ms.items() if n not in ways}
+        errors = {} if earlier is None else {n: e for n, e in earlier.errors.items() if n not in ways}
+        for name, way in ways.items():
+            try:
+                way()  # compiles
+                ms[name] = self._milliseconds(way, device)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                errors[name] = first_line(error)
+        if not ms:
+            raise NothingRuns(errors)
+        return Timing(min(ms, key=ms.__getitem__), tuple(sorted({*ms, *errors})), ms, errors)
+
+    def _timings(self) -> TimingStore:
+        if self._store is None:
+            self._store = TimingStore(default_path(self._file))
+        return self._store
