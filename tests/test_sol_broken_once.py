@@ -123,12 +123,12 @@ def test_cross_attention_of_equal_lengths_is_dense(
     assert spy.count == 0
 
 
-def test_the_reference_keeps_to_the_head_dim_of_the_kernels(comfy: ModuleType, tiny: MakeTiny) -> None:
-    model = tiny("ltx")
+def test_the_reference_keeps_to_the_head_dims_of_the_kernels(comfy: ModuleType, tiny: MakeTiny) -> None:
+    model = tiny("lumina2")
     patched, _ = patch(comfy, comfy.load_unet(model.path), **ALL)
     comfy.sample(patched, model, steps=STEPS)
     assert not tally_of(patched).sparse
-    assert tally_of(patched).reasons["reference: head_dim 64, not 128"]
+    assert tally_of(patched).reasons["reference: head_dim 96, not 64 or 128"]
 
 
 # --- what is said -------------------------------------------------------------------------------

@@ -87,8 +87,8 @@ def test_the_fastest_is_timed_once_and_remembered(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "sol.json", slow, quick)
     chooser = machine.process()
     assert choose(chooser, slow, quick) == "quick"
-    # Compiled, then timed, with its own options, on one sample and few heads.
-    assert quick.ran == [(torch.Size((1, 20000, timings.TIMED_HEADS, 128)), sol.SolOptions(1.0, 0.2))] * 2
+    # Compiled, then timed, with its own options, on one sample.
+    assert quick.ran == [(torch.Size((1, 20000, 20, 128)), sol.SolOptions(1.0, 0.2))] * 2
     assert machine.runs() == [2, 2]
     assert choose(chooser, slow, quick, tokens=32768) == "quick"  # rounded to the same length
     assert choose(machine.process(), slow, quick) == "quick"
@@ -124,6 +124,21 @@ def test_a_kernel_that_does_not_run_is_not_chosen(tmp_path: Path) -> None:
     entry = next(iter(json.loads(machine.path.read_text())["timings"].values()))
     assert entry["errors"] == {"broken": "RuntimeError: illegal instruction"}
     assert "broken failed (RuntimeError: illegal instruction)" in chooser.text(meta(1, 20000, 2, 128))
+
+
+def test_what_failed_is_tried_once_in_the_next_process(tmp_path: Path) -> None:
+    """It may have been for want of a compiler, or because another kernel took the device down."""
+    mended, works = Kernel("mended", None), Kernel("works", 9.0)
+    machine = Machine(tmp_path / "sol.json", mended, works)
+    assert choose(machine.process(), mended, works) == "works"
+    machine.runs()
+    again = machine.process()
+    assert choose(again, mended, works) == choose(again, mended, works) == "works"
+    assert machine.runs() == [0, 0]  # still broken: the times that are there hold
+    mended.ms = 1.0
+    assert choose(again, mended, works) == "works"
+    assert choose(machine.process(), mended, works) == "mended"
+    assert machine.runs() == [3, 2]
 
 
 def test_where_none_runs_the_call_is_dense(tmp_path: Path) -> None:

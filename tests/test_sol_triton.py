@@ -119,7 +119,7 @@ def test_nothing_exact_is_the_pooled_formula_and_the_diagonal(tile: Any) -> None
 
 @BOTH
 @pytest.mark.parametrize("keys", [(0, 0), (0, 70), (200, 201), (400, 449)], ids=str)
-@pytest.mark.parametrize("queries", [(0, 0), (0, 128), (100, 101), (130, 449)], ids=str)
+@pytest.mark.parametrize("queries", [(0, 0), (0, 100), (0, 128), (100, 101), (130, 449)], ids=str)
 def test_sinks(keys: tuple[int, int], queries: tuple[int, int], tile: Any) -> None:
     tensors = smooth_qkv(449, 1, 64, 1, FP16, seed=6)
     check(*tensors, tile, tau=1.5, sink_keys=keys, sink_queries=queries)
@@ -132,6 +132,14 @@ def test_query_sinks_do_not_touch_their_neighbours() -> None:
     outside = (rows < 100) | (rows >= 300)
     assert torch.equal(with_sinks[:, outside], without[:, outside])
     assert difference(with_sinks[:, ~outside], dense(*tensors)[:, ~outside]) < ROUNDING[FP16]
+
+
+def test_query_sinks_reach_no_further_than_the_sequence() -> None:
+    tensors = smooth_qkv(130, 1, 64, 1, FP16, seed=16)
+    whole = run(*tensors, tau=1.5, sink_queries=(100, 130)).out
+    assert torch.equal(run(*tensors, tau=1.5, sink_queries=(100, 900)).out, whole)
+    first = run(*tensors, tau=1.5, sink_queries=(0, 30)).out
+    assert torch.equal(run(*tensors, tau=1.5, sink_queries=(-5, 30)).out, first)
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -211,6 +219,14 @@ def test_channels_that_are_large_and_nearly_constant(tile: Any) -> None:
 
 
 @BOTH
+def test_deviations_far_below_the_floor(tile: Any) -> None:
+    """Blocks that differ by less than a thousandth of a bit are the same, whatever their deviation is."""
+    q, k, v = smooth_qkv(449, 1, 64, 1, FP16, seed=17)
+    right = check(q, (k.double() * 2.0**-14).half(), v, tile, tau=0.7)
+    assert float(right.density) == pytest.approx((3 * 8 - 2) / 64)
+
+
+@BOTH
 def test_keys_that_are_all_the_same(tile: Any) -> None:
     """No deviation: nothing is above the threshold but what must be, and every weight is equal."""
     q, _, v = smooth_qkv(449, 1, 64, 1, FP16, seed=12)
@@ -235,11 +251,18 @@ def test_the_largest_bf16_numbers(tile: Any) -> None:
     largest = torch.finfo(BF16).max
     assert (run(q, k, torch.full_like(v, largest), tile).out == largest).all()
     # One key above all others: q, k and the mean of its block are near the end of the range.
+    # Exponents near 10^9: the softmax is one key's.
     huge = torch.zeros_like(k)
     huge[:, 200] = largest
-    tiny = torch.full_like(q, 2.0**-20)
+    tiny = torch.full_like(q, 2.0**-102)
     result = run(tiny, huge, v, tile, sink_keys=(192, 256)).out
     assert difference(result, v[:, 200:201].expand_as(v)) < ROUNDING[BF16]
+    # Block means as far apart as they can be.
+    tiny, signs = torch.full_like(q, 2.0**-126), torch.ones_like(k)
+    check(tiny, signs * largest, v, tile, tau=0.7)
+    signs[:, 64:128] = -1
+    check(tiny, signs * largest, v, tile, tau=0.7)
+    check(tiny, -signs * largest, v, tile, tau=0.7)
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -77,7 +77,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 # --- a kernel that raises ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no image for this device\nat"), ValueError("bad stride")])
+class CompilerError(Exception):
+    """Triton's errors are no RuntimeError either."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no image for this device\nat"), ValueError("bad stride"), CompilerError("no C compiler")],
+)
 def test_a_chosen_kernel_that_raises_is_named(
     comfy: ModuleType, source: Any, model: TinyModel, kernels: Any, error: Exception
 ) -> None:

@@ -43,6 +43,7 @@ class MeasuredChoice:
         self._file = file
         self._store = store
         self._milliseconds = milliseconds
+        self._tried: set[tuple[TimingKey, str]] = set()
 
     def choose(self, key: TimingKey, ways: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
         """The name of the fastest way; times all of them, which waits for the device, if one is new.
@@ -54,12 +55,17 @@ class MeasuredChoice:
             NothingRuns: none of them runs.
         """
         timing = self._timings().get(key)
-        if timing is None or not all(map(timing.measured, ways)):
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        new = [name for name in ways if timing is None or not timing.measured(name)]
+        # What failed in another process, perhaps for want of a compiler, is tried once more in this one.
+        again = [name for name in ways if name not in new and self._failed_before(key, name, timing)]
+        if new or again:
+            if _capturing(device):
                 return next(iter(ways))  # a graph that is being recorded cannot be waited for
-            timing = self._time(ways, device, timing)
-            self._timings().put(key, timing)
-            _log.info("%s", timing.text(self._what, key))
+            self._tried.update((key, name) for name in ways)
+            if new or any([_runs(ways[name]) for name in again]):
+                timing = self._time(ways, device, timing)
+                self._timings().put(key, timing)
+                _log.info("%s", timing.text(self._what, key))
         usable = [name for name in ways if name in timing.ms]
         if not usable:
             raise NothingRuns(timing.errors)
@@ -69,6 +75,9 @@ class MeasuredChoice:
         """The timing that decided, to be shown; empty if there was none."""
         timing = self._timings().get(key)
         return "" if timing is None else timing.text(self._what, key)
+
+    def _failed_before(self, key: TimingKey, name: str, timing: Timing) -> bool:
+        return name not in timing.ms and (key, name) not in self._tried
 
     def _time(
         self, ways: Mapping[str, Callable[[], Any]], device: torch.device, earlier: Timing | None
@@ -92,3 +101,20 @@ class MeasuredChoice:
         if self._store is None:
             self._store = TimingStore(default_path(self._file))
         return self._store
+
+
+def _runs(way: Callable[[], Any]) -> bool:
+    try:
+        way()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def _capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -4,13 +4,8 @@ Imported when the provider is first used, because Triton is optional. The formul
 launches in sol_triton.py. q, k, v and out are addressed by their strides of [B, T, H, D], with a contiguous
 last dimension; everything else is contiguous. A lane is one head of one sample.
 
-`block_means` reads k and v once, `centre_keys` reads the block means of the keys and centres them. `attend`
-does the rest in one pass over the keys: it scores the block means, which gives both the routing and the
-pooled terms, notes which blocks are exact, and reads these.
-
-Means of keys are kept as the sum of two numbers of their dtype, high and low: one would route pairs near the
-threshold the other way. They are centred because real keys have channels that are large and nearly constant,
-next to which a bf16 number has nothing left for what differs from block to block.
+sol_means.py prepares the means of the blocks. `attend` does the rest in one pass over the keys: it scores the
+means, which gives both the routing and the pooled terms, notes which blocks are exact, and reads these.
 """
 
 from __future__ import annotations
@@ -18,7 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = tl.constexpr(64)
+from .sol_means import BLOCK, PLAIN, group, masked_rows
+
 _LOG2_BLOCK = tl.constexpr(6.0)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
@@ -27,69 +23,7 @@ _FIELD = tl.constexpr(8)
 _MASK = tl.constexpr(255)
 
 
-# Numbers that differ from call to call; a kernel would be compiled anew where one is 1 or a multiple of 16.
-_PLAIN = [
-    "tokens", "blocks", "heads", "tiles", "start", "stop",
-    "sink_start", "sink_stop", "skip_start", "skip_stop",
-]  # fmt: skip
-
-
-@triton.jit(do_not_specialize=_PLAIN)
-def block_means(
-    k, v, k_high, k_low, v_mean, tokens, blocks, heads,
-    k_batch, k_row, k_head, v_batch, v_row, v_head, D: tl.constexpr,
-):  # fmt: skip
-    """Means over the live rows of each block: of k as a sum of two of its dtype, of v rounded to it.
-
-    Grid (blocks, lanes). k_high, k_low, v_mean: [lanes, blocks, D].
-    """
-    block = tl.program_id(0)
-    lane = tl.program_id(1).to(tl.int64)
-    column = tl.arange(0, D)
-    first = block * BLOCK
-    # Divided before they are added: 64 of the largest bf16 numbers are more than fp32 holds.
-    share = 1.0 / tl.minimum(tokens - first, BLOCK).to(tl.float32)
-    k += lane // heads * k_batch + lane % heads * k_head
-    v += lane // heads * v_batch + lane % heads * v_head
-    keys = _masked_rows(k, first, tokens, k_row, D).to(tl.float32)
-    values = _masked_rows(v, first, tokens, v_row, D).to(tl.float32)
-    mean = tl.sum(keys * share, 0)
-    high = mean.to(k_high.dtype.element_ty)
-    place = (lane * blocks + block) * D + column
-    tl.store(k_high + place, high)
-    tl.store(k_low + place, (mean - high.to(tl.float32)).to(k_low.dtype.element_ty))
-    tl.store(v_mean + place, tl.sum(values * share, 0).to(v_mean.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=_PLAIN)
-def centre_keys(k_high, k_low, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
-    """Leaves of the keys' block means, in place, what each differs from their mean.
-
-    Grid (lanes,). centre, spread: [lanes, D] fp32, the mean and the variance over the blocks.
-    """
-    lane = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, D)
-    k_high += lane * blocks * D
-    k_low += lane * blocks * D
-    total = tl.zeros([D], tl.float32)
-    for first in range(0, blocks, GROUP):
-        total += tl.sum(_sum_of_both(k_high, k_low, first, blocks, D, GROUP), 0)
-    mean = total / blocks
-    total = tl.zeros([D], tl.float32)
-    for first in range(0, blocks, GROUP):
-        block = first + tl.arange(0, GROUP)
-        there = (block < blocks)[:, None]
-        away = tl.where(there, _sum_of_both(k_high, k_low, first, blocks, D, GROUP) - mean, 0.0)
-        total += tl.sum(away * away, 0)
-        high = away.to(k_high.dtype.element_ty)
-        place = block[:, None] * D + column
-        tl.store(k_high + place, high, mask=there)
-        tl.store(k_low + place, (away - high.to(tl.float32)).to(k_low.dtype.element_ty), mask=there)
-    tl.store(centre + lane * D + column, mean)
-    tl.store(spread + lane * D + column, total / blocks)
-
-
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def attend(
     q, k, v, out, k_high, k_low, v_mean, centre, spread, lists, next_tile, exact_pairs,
     tokens, blocks, heads, tiles, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
@@ -103,14 +37,15 @@ def attend(
     Neighbouring query blocks route to much the same keys. What both blocks of a pair want is read once,
     because a kernel that has 64 rows for each key it reads is bound by the L2 cache.
 
-    Grid: any, best what the device holds. lists: [programs, 3, blocks] int32, scratch. next_tile (int32)
+    Grid: any, best what the device holds; programs tell each other nothing but which tile is next. lists:
+    [programs, 3, blocks] int32, scratch. next_tile (int32)
     and exact_pairs (int64) begin at 0. scale: with log2(e) in it. Tiles inside of the rows [skip_start,
     skip_stop) are left out, though their pairs are counted. HALVES: into how many parts of D the products
     with the values are cut; in 2 Triton shares rows and not columns among the warps of an older GPU.
     """
     lists += tl.program_id(0).to(tl.int64) * 3 * blocks
     pairs = tl.cdiv(blocks, PAIR)
-    tile = tl.atomic_add(next_tile, 1)
+    tile = tl.atomic_add(next_tile, 1, sem="relaxed")
     while tile < tiles:
         lane = (tile // pairs).to(tl.int64)
         sample, head = lane // heads, lane % heads
@@ -126,7 +61,7 @@ def attend(
             q_row, k_row, v_row, out_row,
             D, PAIR, GROUP, HALVES, EXACT_VARIANCE, SHIFT, POOLED_STAGES, EXACT_STAGES,
         )  # fmt: skip
-        tile = tl.atomic_add(next_tile, 1)
+        tile = tl.atomic_add(next_tile, 1, sem="relaxed")
 
 
 @triton.jit
@@ -138,29 +73,31 @@ def _tile(
     POOLED_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile: query blocks `block` and, in a pair, `block` + 1, the latter possibly behind the last row."""
+    tl.static_assert(GROUP <= _MASK)
     column, lanes = tl.arange(0, D), tl.arange(0, GROUP)
+    double = 2 * scale  # of the halved means
     last = blocks - 1
     tail = tokens - last * BLOCK
     tail_log2 = tl.log2(tail.to(tl.float32))
     row = block * BLOCK
 
     centre_row, spread_row = tl.load(centre + column), tl.load(spread + column)
-    q0 = _masked_rows(q, row, tokens, q_row, D)
+    q0 = masked_rows(q, row, tokens, q_row, D)
     probe0, offset0, deviation0 = _probe(q0, tokens - row, centre_row, spread_row, scale)
     state0 = _nothing(D, HALVES)
     if PAIR == 2:
-        q1 = _masked_rows(q, row + BLOCK, tokens, q_row, D)
+        q1 = masked_rows(q, row + BLOCK, tokens, q_row, D)
         probe1, offset1, deviation1 = _probe(q1, tokens - row - BLOCK, centre_row, spread_row, scale)
         state1 = _nothing(D, HALVES)
     if EXACT_VARIANCE:
         square0, square1 = tl.zeros([GROUP], tl.float32), tl.zeros([GROUP], tl.float32)
         for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
-            high = _group(k_high, first, blocks, D, D, GROUP)
-            low = _group(k_low, first, blocks, D, D, GROUP)
-            away = _block_scores(probe0, high, low) * scale
+            high = group(k_high, first, blocks, D, D, GROUP)
+            low = group(k_low, first, blocks, D, D, GROUP)
+            away = _block_scores(probe0, high, low) * double
             square0 += away * away  # 0 behind the last block
             if PAIR == 2:
-                away = _block_scores(probe1, high, low) * scale
+                away = _block_scores(probe1, high, low) * double
                 square1 += away * away
         deviation0 = tl.sqrt(tl.sum(square0, 0) / blocks + _VARIANCE_FLOOR)
         if PAIR == 2:
@@ -171,10 +108,10 @@ def _tile(
     in_both, in_first, in_second, last0, last1 = 0, 0, 0, 0, 0
     tl.debug_barrier()  # every thread has read the lists of the tile before
     for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
-        high = _group(k_high, first, blocks, D, D, GROUP)
-        low = _group(k_low, first, blocks, D, D, GROUP)
-        values = _group(v_mean, first, blocks, D, D // HALVES, GROUP)
-        rest = _group(v_mean + D // 2, first, blocks, D, D // HALVES, GROUP) if HALVES == 2 else values
+        high = group(k_high, first, blocks, D, D, GROUP)
+        low = group(k_low, first, blocks, D, D, GROUP)
+        values = group(v_mean, first, blocks, D, D // HALVES, GROUP)
+        rest = group(v_mean + D // 2, first, blocks, D, D // HALVES, GROUP) if HALVES == 2 else values
         j = first + lanes
         there = j < blocks
         sink = (j >= sink_start) & (j < sink_stop)
@@ -182,16 +119,16 @@ def _tile(
 
         forced = sink | ((j >= block - 1) & (j <= block + 1))
         limit = tl.where(forced, _NEVER, tau * deviation0)
-        exact0 = _block_scores(probe0, high, low) * scale > limit
-        pooled = tl.dot(q0, tl.trans(high)) * scale + tl.where(exact0, _NEVER, weight)[None, :]
+        exact0 = _block_scores(probe0, high, low) * double > limit
+        pooled = tl.dot(q0, tl.trans(high)) * double + tl.where(exact0, _NEVER, weight)[None, :]
         state0 = _absorb(state0, pooled, 1.0, values, rest, HALVES, SHIFT, True)
         listed0, listed1 = (exact0 & (j < last)).to(tl.int32), tl.zeros([GROUP], tl.int32)
         at_last = (exact0 & (j == last)).to(tl.int32)
         if PAIR == 2:
             forced = sink | ((j >= block) & (j <= block + 2))
             limit = tl.where(block == last, float("inf"), tl.where(forced, _NEVER, tau * deviation1))
-            exact1 = _block_scores(probe1, high, low) * scale > limit
-            pooled = tl.dot(q1, tl.trans(high)) * scale + tl.where(exact1, _NEVER, weight)[None, :]
+            exact1 = _block_scores(probe1, high, low) * double > limit
+            pooled = tl.dot(q1, tl.trans(high)) * double + tl.where(exact1, _NEVER, weight)[None, :]
             state1 = _absorb(state1, pooled, 1.0, values, rest, HALVES, SHIFT, True)
             listed1 = (exact1 & (j < last)).to(tl.int32)
             at_last += (exact1 & (j == last)).to(tl.int32) << 1
@@ -200,10 +137,10 @@ def _tile(
         fields = both + ((listed0 - both) << _FIELD) + ((listed1 - both) << (2 * _FIELD))
         fields += at_last << (3 * _FIELD)
         before = tl.cumsum(fields, 0) - fields
-        tl.store(lists + in_both + (before & _MASK), j, mask=both == 1)
-        tl.store(lists + blocks + in_first + (before >> _FIELD & _MASK), j, mask=listed0 > both)
-        tl.store(lists + 2 * blocks + in_second + (before >> 2 * _FIELD & _MASK), j, mask=listed1 > both)
         found = tl.sum(fields, 0)
+        _note(lists + in_both, j, fields, before)
+        _note(lists + blocks + in_first, j, fields >> _FIELD, before >> _FIELD)
+        _note(lists + 2 * blocks + in_second, j, fields >> 2 * _FIELD, before >> 2 * _FIELD)
         in_both += found & _MASK
         in_first += found >> _FIELD & _MASK
         in_second += found >> 2 * _FIELD & _MASK
@@ -212,24 +149,31 @@ def _tile(
     state0 = _moved(state0, offset0)
     if PAIR == 2:
         state1 = _moved(state1, offset1)
-    tl.atomic_add(exact_pairs, (2 * in_both + in_first + in_second + last0 + last1).to(tl.int64))
+    pairs = 2 * in_both + in_first + in_second + last0 + last1
+    tl.atomic_add(exact_pairs, pairs.to(tl.int64), sem="relaxed")
     tl.debug_barrier()  # every thread sees the lists
 
     stop = tl.minimum(row + PAIR * BLOCK, tokens)
     if (row < skip_start) | (stop > skip_stop):
         if PAIR == 2:
+            j = _entry(lists, 0, in_both)
             for n in tl.range(0, in_both, num_stages=EXACT_STAGES):
-                keys, values, rest = _block(k, v, tl.load(lists + n), k_row, v_row, D, HALVES)
+                keys, values, rest = _block(k, v, j, k_row, v_row, D, HALVES)
+                j = _entry(lists, n + 1, in_both)
                 scores = tl.dot(q0, tl.trans(keys))
                 state0 = _absorb(state0, scores, scale, values, rest, HALVES, SHIFT, False)
                 scores = tl.dot(q1, tl.trans(keys))
                 state1 = _absorb(state1, scores, scale, values, rest, HALVES, SHIFT, False)
+            j = _entry(lists + 2 * blocks, 0, in_second)
             for n in tl.range(0, in_second, num_stages=EXACT_STAGES):
-                keys, values, rest = _block(k, v, tl.load(lists + 2 * blocks + n), k_row, v_row, D, HALVES)
+                keys, values, rest = _block(k, v, j, k_row, v_row, D, HALVES)
+                j = _entry(lists + 2 * blocks, n + 1, in_second)
                 scores = tl.dot(q1, tl.trans(keys))
                 state1 = _absorb(state1, scores, scale, values, rest, HALVES, SHIFT, False)
+        j = _entry(lists + blocks, 0, in_first)
         for n in tl.range(0, in_first, num_stages=EXACT_STAGES):
-            keys, values, rest = _block(k, v, tl.load(lists + blocks + n), k_row, v_row, D, HALVES)
+            keys, values, rest = _block(k, v, j, k_row, v_row, D, HALVES)
+            j = _entry(lists + blocks, n + 1, in_first)
             scores = tl.dot(q0, tl.trans(keys))
             state0 = _absorb(state0, scores, scale, values, rest, HALVES, SHIFT, False)
         if last0 + last1 > 0:
@@ -247,19 +191,20 @@ def _tile(
             _store(out, state1, row + BLOCK, 0, tokens, out_row, D, HALVES)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def attend_exactly(
     q, k, v, out, tokens, heads, scale, start, stop,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     D: tl.constexpr, HALVES: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Dense attention of the rows [start, stop) to all keys. Grid (blocks of these rows, lanes)."""
-    lane = tl.program_id(1).to(tl.int64)
+    """Dense attention of the rows [start, stop) to all keys. Grid (lanes * blocks of these rows,)."""
+    blocks = tl.cdiv(stop - start, BLOCK)
+    lane = (tl.program_id(0) // blocks).to(tl.int64)
     sample, head = lane // heads, lane % heads
     k += sample * k_batch + head * k_head
     v += sample * v_batch + head * v_head
-    row = start + tl.program_id(0) * BLOCK
-    q0 = _masked_rows(q + sample * q_batch + head * q_head, row, tokens, q_row, D)
+    row = start + tl.program_id(0) % blocks * BLOCK
+    q0 = masked_rows(q + sample * q_batch + head * q_head, row, tokens, q_row, D)
     state = _nothing(D, HALVES)
     last = (tokens - 1) // BLOCK
     for j in tl.range(0, last, num_stages=STAGES):
@@ -292,7 +237,8 @@ def _absorb(
 ):  # fmt: skip
     """Adds keys with exponents scores * scale (base 2) to an online softmax.
 
-    SHIFT keeps 2^SHIFT of room above the largest weight, for sums of values near the largest number.
+    SHIFT keeps 2^SHIFT of room above the largest weight, for sums of values near the largest number. The
+    exponents may be as far as 2^31 from 0; beyond, their own rounding error is more than exp2 takes.
     MAY_BE_EMPTY: a row can have no key at all so far.
     """
     acc, more, top, total = state
@@ -331,15 +277,27 @@ def _probe(q, live, centre, spread, scale):
     low = (centroid - high.to(tl.float32)).to(q.dtype)
     row = tl.arange(0, 16)[:, None]
     probe = tl.where(row == 0, high[None, :], tl.where(row == 1, low[None, :], 0.0).to(q.dtype))
-    variance = tl.sum(centroid * centroid * spread, 0) * (scale * scale)
+    deviation = centroid * spread * scale
     offset = tl.sum(rows * centre[None, :], 1) * scale
-    return probe, offset, tl.sqrt(variance + _VARIANCE_FLOOR)
+    return probe, offset, tl.sqrt(tl.sum(deviation * deviation, 0) + _VARIANCE_FLOOR)
 
 
 @triton.jit
 def _block_scores(probe, high, low):
-    """[GROUP]: a probe's centroid times the centred block means, nearly to the precision of fp32."""
+    """[GROUP]: a probe's centroid times the centred and halved means, nearly to the precision of fp32."""
     return tl.sum(tl.dot(probe, tl.trans(low), tl.dot(probe, tl.trans(high))), 0)
+
+
+@triton.jit
+def _note(entries, j, fields, before):
+    """Appends to a list those j whose lowest field is 1, as far behind as the lowest field of `before`."""
+    tl.store(entries + (before & _MASK), j, mask=(fields & _MASK) > 0)
+
+
+@triton.jit
+def _entry(entries, n, count):
+    """Entry `n` of a list. A loop carries the next one along, so that its blocks can be fetched ahead."""
+    return tl.load(entries + n, mask=n < count, other=0)
 
 
 @triton.jit
@@ -356,33 +314,10 @@ def _block(k, v, j, k_row, v_row, D: tl.constexpr, HALVES: tl.constexpr):
 @triton.jit
 def _last_block(k, v, last, tokens, k_row, v_row, D: tl.constexpr, HALVES: tl.constexpr):
     """The same for the last block, with zeros behind the last row."""
-    keys = _masked_rows(k, last * BLOCK, tokens, k_row, D)
-    values = _masked_rows(v, last * BLOCK, tokens, v_row, D // HALVES)
-    rest = _masked_rows(v + D // 2, last * BLOCK, tokens, v_row, D // HALVES) if HALVES == 2 else values
+    keys = masked_rows(k, last * BLOCK, tokens, k_row, D)
+    values = masked_rows(v, last * BLOCK, tokens, v_row, D // HALVES)
+    rest = masked_rows(v + D // 2, last * BLOCK, tokens, v_row, D // HALVES) if HALVES == 2 else values
     return keys, values, rest
-
-
-@triton.jit
-def _masked_rows(tensor, first, tokens, row_stride, W: tl.constexpr):
-    """[64, W] from row `first` on, 0 behind the last one."""
-    inner = tl.arange(0, BLOCK)
-    tensor += tl.cast(first, tl.int64) * row_stride
-    there = (first + inner < tokens)[:, None]
-    return tl.load(tensor + inner[:, None] * row_stride + tl.arange(0, W), mask=there, other=0.0)
-
-
-@triton.jit
-def _group(means, first, blocks, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr):
-    """[GROUP, W] of one lane's block means, 0 behind the last one."""
-    block = first + tl.arange(0, GROUP)
-    return tl.load(means + block[:, None] * D + tl.arange(0, W), mask=(block < blocks)[:, None], other=0.0)
-
-
-@triton.jit
-def _sum_of_both(k_high, k_low, first, blocks, D: tl.constexpr, GROUP: tl.constexpr):
-    """[GROUP, D] of one lane's block means of the keys, in fp32."""
-    high = _group(k_high, first, blocks, D, D, GROUP).to(tl.float32)
-    return high + _group(k_low, first, blocks, D, D, GROUP).to(tl.float32)
 
 
 @triton.jit

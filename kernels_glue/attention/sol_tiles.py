@@ -11,7 +11,7 @@ import torch
 
 from .devices import described, sm_of
 from .measured import MeasuredChoice
-from .timings import TimingKey, few_heads
+from .timings import TimingKey, first_sample
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class Tile:
 
     Attributes:
         pair: query blocks of a tile, 1 or 2.
-        group: key blocks that are routed at a time, a power of two from 16 on.
+        group: key blocks that are routed at a time, a power of two from 16 to 128.
         halves: 2 cuts the products with the values in two, which an older GPU's warps share better.
-        pooled_stages, exact_stages: software pipelining of the loops over block means and over keys.
+        pooled_stages, exact_stages: of Triton's pipelining in the loops over block means and over keys. From
+            3 on the next block is fetched while one is computed; with 2 the other program computes meanwhile.
         warps: of a program.
     """
 
@@ -40,8 +41,8 @@ class Tile:
 # The first is taken where nothing can be timed. Hopper's tensor cores read their operands from shared memory,
 # of which a multiprocessor has 227 KiB, and so have registers for two query blocks. The others read them from
 # registers, and all but A100 have 99 KiB.
-_HOPPER = (Tile(2, 32, 1, 2, 2), Tile(2, 64, 1, 1, 2), Tile(1, 64, 1, 1, 2), Tile(1, 32, 1, 2, 3))
-_OTHERS = (Tile(1, 32, 2, 1, 2), Tile(1, 32, 2, 1, 1), Tile(1, 16, 1, 1, 1, warps=8))
+_HOPPER = (Tile(2, 32, 1, 2, 2), Tile(2, 32, 1, 2, 3), Tile(2, 64, 1, 1, 2), Tile(1, 32, 1, 2, 3))
+_OTHERS = (Tile(1, 32, 2, 1, 2), Tile(1, 32, 2, 1, 3), Tile(1, 32, 2, 1, 1))
 _BY_SM = {(9, 0): _HOPPER, (10, 0): _HOPPER, (10, 3): _HOPPER}
 
 
@@ -75,7 +76,7 @@ class TileChooser:
         """
         dtype = str(q.dtype).removeprefix("torch.")
         key = TimingKey.of(described(q.device), versions, dtype, q.shape[3], q.shape[1], k.shape[1])
-        few = few_heads(q, k, v)
+        one = first_sample(q, k, v)
         tiles = {str(tile): tile for tile in tiles_for(sm_of(q.device))}
-        ways = {name: partial(run, *few, tile) for name, tile in tiles.items()}
+        ways = {name: partial(run, *one, tile) for name, tile in tiles.items()}
         return tiles[self._choice.choose(key, ways, q.device)]

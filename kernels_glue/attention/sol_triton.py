@@ -14,7 +14,7 @@ from .sol_tiles import Tile, tiles_for
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Room above the largest softmax weight, as a power of two. bf16 has fp32's exponents, so weights can be that
-# much smaller and sums of the largest bf16 numbers still fit; fp16 values are small enough as they are.
+# much smaller, and sums of 2^16 of its largest numbers still fit; fp16 values are small enough as they are.
 _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
 
 # For each multiprocessor; registers leave room for no more.
@@ -36,8 +36,9 @@ def sol_triton(
     """Sol attention as `reference.sol_rowwise` defines it, by Triton kernels (arXiv 2607.24027).
 
     Args:
-        q, k, v: [B, T, H, D] bf16 or fp16, D 64 or 128, any strides with a contiguous last dimension; equal
-            shapes. Views of a fused projection are read as they are.
+        q, k, v: [B, T, H, D] alike, bf16 or fp16, D 64 or 128, any strides with a contiguous last dimension
+            (rows less than 2^25 elements apart). Views of a fused projection are read as they are; rows that
+            start on 16 bytes are read faster.
         scale: factor of the scores, above 0; None means D ** -0.5.
         tau: threshold in standard deviations; at -100 the result is dense attention.
         thresh_type: `diag` or `exact`.
@@ -65,8 +66,8 @@ def sol_triton(
     s = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
     tiles = lanes * -(-blocks // tile.pair)
     programs = min(_PROGRAMS * _multiprocessors(q.device), tiles)
-    dense_rows = sink_queries[1] - sink_queries[0]
-    skip = sink_queries if dense_rows > 0 else (tokens, 0)
+    start, stop = max(sink_queries[0], 0), min(sink_queries[1], tokens)
+    skip = (start, stop) if start < stop else (tokens, 0)
     with _on(q.device):
         prepared = prepare(k, v)
         lists = torch.empty(programs, 3, blocks, dtype=torch.int32, device=q.device)
@@ -79,9 +80,9 @@ def sol_triton(
             EXACT_VARIANCE=thresh_type == "exact", SHIFT=_SHIFT[q.dtype],
             POOLED_STAGES=tile.pooled_stages, EXACT_STAGES=tile.exact_stages, num_warps=tile.warps,
         )  # fmt: skip
-        if dense_rows > 0:
-            kernels.attend_exactly[(-(-dense_rows // BLOCK), lanes)](
-                q, k, v, out, tokens, heads, s, *sink_queries, *_strides(q, k, v, out),
+        if start < stop:
+            kernels.attend_exactly[(-(-(stop - start) // BLOCK) * lanes,)](
+                q, k, v, out, tokens, heads, s, start, stop, *_strides(q, k, v, out),
                 D=head_dim, HALVES=tile.halves, SHIFT=_SHIFT[q.dtype], STAGES=tile.exact_stages, num_warps=4,
             )  # fmt: skip
     return SolResult(out, exact_pairs[0] / (lanes * blocks * blocks))
@@ -94,16 +95,16 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v: [B, T, H, D] as `sol_triton` takes them, on the current device.
 
     Returns:
-        Block means of k, centred, as a sum of two numbers of its dtype, and of v: 3 x [B * H, blocks, D].
-        Mean and variance of the former over the blocks: 2 x [B * H, D], fp32.
+        Block means of k, centred and halved, as a sum of two numbers of its dtype, and of v: 3 x [B * H,
+        blocks, D]. Mean and deviation of the former over the blocks, before that: 2 x [B * H, D], fp32.
     """
-    from . import sol_kernels as kernels
+    from . import sol_means as kernels
 
     batch, tokens, heads, head_dim = k.shape
     blocks, lanes = -(-tokens // BLOCK), batch * heads
     means = torch.empty(3, lanes, blocks, head_dim, dtype=k.dtype, device=k.device)
     moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=k.device)
-    kernels.block_means[(blocks, lanes)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
+    kernels.block_means[(lanes * blocks,)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
     kernels.centre_keys[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
     return (*means, *moments)
 

@@ -168,9 +168,12 @@ def default_path(name: str) -> Path:
     return Path(folder_paths.get_user_directory()) / "kitchen_sol" / f"{name}.json"
 
 
-def few_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views [1, T, TIMED_HEADS, D] or less of [B, T, H, D] tensors, for a timing."""
-    return tuple(tensor[:1, :, :TIMED_HEADS] for tensor in tensors)
+def first_sample(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views [1, T, H, D] of [B, T, H, D] tensors, for a timing.
+
+    A sparse call is over soon, and with few heads there is less of it than a GPU does at a time.
+    """
+    return tuple(tensor[:1] for tensor in tensors)
 
 
 def cuda_milliseconds(function: Callable[[], Any], device: torch.device) -> float:

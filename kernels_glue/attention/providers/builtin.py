@@ -10,7 +10,7 @@ from ..sol_triton import DTYPES, sol_triton
 from .devices import too_old
 from .packages import triton_problem
 from .signature import Argument, accepted, refusal
-from .tensors import dense_last_dim, misfit
+from .tensors import aligned, misfit
 
 # The oldest that compiles the kernels for SM 8.0 to 12.0.
 _TRITON_FLOOR = (3, 4)
@@ -41,7 +41,7 @@ class BuiltinSol:
         import triton
 
         arguments = accepted(sol_triton, _arguments(options))
-        q, k, v = dense_last_dim(q), dense_last_dim(k), dense_last_dim(v)
+        q, k, v = aligned(q), aligned(k), aligned(v)  # else right, but slow
 
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile) -> SolResult:
             return sol_triton(q, k, v, tile=tile, **arguments)

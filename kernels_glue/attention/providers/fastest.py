@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 from ..devices import described
 from ..measured import MeasuredChoice
 from ..sol import SolOptions
-from ..timings import TimingKey, few_heads
+from ..timings import TimingKey, first_sample
 from .base import Provider
 from .packages import version_of
 
@@ -18,14 +19,15 @@ Fit = tuple[Provider, SolOptions]
 
 
 class FastestProvider:
-    """Chooses by one timing per device, versions, dtype, head_dim and rounded length, on a few heads.
+    """Chooses by one timing per device, versions, dtype, head_dim and rounded length.
 
-    The timing is taken with the options of the first such call: how sparse a call is changes all kernels
-    alike.
+    It is taken with the options of the first such call. Query sinks are not in it where a kernel leaves them
+    to its caller; they are few rows.
     """
 
     def __init__(self, choice: MeasuredChoice | None = None):
         self._choice = choice or MeasuredChoice("Sol", "sol_timings")
+        self._texts: dict[tuple[Any, ...], str] = {}
 
     def choose(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fits: Sequence[Fit]) -> Fit:
         """The kernel to take and what to ask of it.
@@ -39,14 +41,19 @@ class FastestProvider:
         """
         if len(fits) == 1 or q.device.type == "cpu":
             return fits[0]
-        few = few_heads(q, k, v)
-        ways = {provider.name: partial(provider.run, *few, options) for provider, options in fits}
+        one = first_sample(q, k, v)
+        ways = {provider.name: partial(provider.run, *one, options) for provider, options in fits}
         chosen = self._choice.choose(_key(q), ways, q.device)
         return next(fit for fit in fits if fit[0].name == chosen)
 
     def text(self, q: torch.Tensor) -> str:
         """The timing that decides about calls like this one, to be shown; empty if there is none."""
-        return "" if q.device.type == "cpu" else self._choice.text(_key(q))
+        if q.device.type == "cpu":
+            return ""
+        kind = (q.device, q.dtype, q.shape[1], q.shape[3])
+        if kind not in self._texts:
+            self._texts[kind] = self._choice.text(_key(q))
+        return self._texts[kind]
 
 
 def _key(q: torch.Tensor) -> TimingKey:
