@@ -25,7 +25,9 @@ from shapes_detector import look, shows
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
+import shapes_model
 import train_demo_model
+from shapes.checking import found, sample
 from shapes.files import read_checkpoint
 from shapes.muon import StackedMuon, orthogonal
 from shapes.training import PHASES, Bucket, Phase, Settings, Trainer
@@ -206,6 +208,29 @@ def test_training_learns():
     assert losses[-10:].mean() < 0.8 * losses[:5].mean()
 
 
+def _knowing(clean):
+    """The velocity of a model that knows which video it is asked for."""
+    return lambda latent, sigma, text: (latent - clean) / sigma[:, None, None, None, None]
+
+
+def test_checking_counts_what_the_samples_show():
+    """A model that draws one caption's video whatever it is asked for is right as often as that is asked."""
+    scenes = _scenes(400, seed=6)
+    wanted = parse_caption(shapes_model.cases(1)[0].caption)
+    index = next(n for n in range(400) if scenes.caption(n) == wanted)
+    clean = fold(render(scenes, 8, 64, CPU))[index : index + 1]
+    samples = sample(_knowing(clean), embed(wanted)[None], steps=4, shift=8.0)
+    assert torch.allclose(samples, unfold(clean), atol=1e-4)
+    shares = found(_knowing(clean), CPU, 12, steps=4, shift=3.0)
+    shape = wanted[0].shape
+    assert shares == {"all": 1 / 12, **{name: 0.25 * (name == shape) for name in SHAPES}}
+
+
+def test_checking_finds_nothing_in_noise():
+    noise = found(lambda latent, sigma, text: torch.zeros_like(latent), CPU, 12, steps=2, shift=8.0)
+    assert set(noise.values()) == {0.0}
+
+
 def test_the_learning_rate_rises_and_falls():
     settings = Settings(steps=1000, warmup=100, learning_rate=1.0)
     assert settings.rate_at(0) == pytest.approx(0.01)
@@ -223,16 +248,22 @@ def test_the_phases_cover_the_training_in_usual_sizes():
     assert {bucket.tokens for bucket in PHASES[-1].buckets} == {2048, 4608, 8192, 16384}
 
 
-def test_the_command_writes_a_model_that_comfyui_loads_as_wan(tmp_path):
+def test_the_command_writes_a_model_that_comfyui_loads_as_wan(tmp_path, capsys):
     from safetensors import safe_open
 
     path = tmp_path / "model.safetensors"
-    assert train_demo_model.main(["--out", str(path), "--stop-at", "3", "--seed", "5"], SMALL) == 0
+    assert (
+        train_demo_model.main(["--out", str(path), "--stop-at", "3", "--seed", "5", "--check", "1"], SMALL)
+        == 0
+    )
+    assert ", 8 Euler steps, shift 8: all 0%, circle 0%" in capsys.readouterr().out
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}  # noqa: SIM118
     assert metadata["seed"] == "5" and metadata["steps"] == "3"
-    assert metadata["command"] == f"python tools/dev.py train --out {path.name} --stop-at 3 --seed 5"
+    assert (
+        metadata["command"] == f"python tools/dev.py train --out {path.name} --stop-at 3 --seed 5 --check 1"
+    )
     losses = path.with_suffix(".loss.csv").read_text(encoding="utf-8").splitlines()
     assert losses[0] == "step,loss" and len(losses) == 4
     patcher = inprocess.load_unet(path)

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 # workspace of its own, and the model stays on the device as it is.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "KITCHEN_SOL_COMFYUI_ARGS": "--disable-dynamic-vram"}
 
+# Steps and shift of the samples that --check looks at: ComfyUI's default for Wan, and a finer one.
+_CHECKED = ((8, 8.0), (20, 3.0))
+
 
 def main(argv: Sequence[str], settings: Settings | None = None) -> int:
     """Trains and writes. `settings`: where the arguments say nothing."""
     options = _options(argv)
     inprocess.start()
     import torch
+    from shapes.checking import found
     from shapes.files import read_checkpoint, write_checkpoint, write_losses, write_model
     from shapes.training import Settings, Trainer
 
@@ -60,6 +64,11 @@ def main(argv: Sequence[str], settings: Settings | None = None) -> int:
         trainer.run(min(until, trainer.step + options.checkpoint_every), told)
         if options.checkpoint:
             write_checkpoint(options.checkpoint, trainer.state())
+        if options.check:
+            for steps, shift in _CHECKED:
+                shares = found(trainer.velocity, device, options.check, steps=steps, shift=shift)
+                text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+                print(f"step {trainer.step}, {steps} Euler steps, shift {shift:g}: {text}", flush=True)
     losses = torch.stack(trainer.losses).cpu()
     metadata = {
         "command": _command(argv),
@@ -91,6 +100,13 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     parser.add_argument("--checkpoint", type=Path, help="where to write checkpoints")
     parser.add_argument("--checkpoint-every", type=int, default=1000, metavar="STEPS")
+    parser.add_argument(
+        "--check",
+        type=int,
+        default=0,
+        metavar="SAMPLES",
+        help="as often, sample and say how many show their caption",
+    )
     return parser.parse_args(argv)
 
 

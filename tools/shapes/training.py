@@ -57,9 +57,9 @@ class Phase:
     buckets: tuple[Bucket, ...]
 
 
-# About 49,000 tokens a step each. First what shapes look like, on many short videos; then how they move.
+# About 49,000 tokens a step each. First what shapes look like, on many pictures; then how they move.
 PHASES = (
-    Phase(0.6, (Bucket(2, 64, 96, 0.8), Bucket(2, 128, 24, 0.2))),
+    Phase(0.5, (Bucket(1, 64, 192, 0.8), Bucket(1, 128, 48, 0.2))),
     Phase(
         1.0,
         (Bucket(8, 64, 24, 0.60), Bucket(8, 96, 11, 0.20), Bucket(8, 128, 6, 0.15), Bucket(16, 128, 3, 0.05)),
@@ -219,6 +219,12 @@ class Trainer:
         latents = fold(render(scenes, bucket.frames, bucket.size, self.device))
         sigma = (shift * level / (1 + (shift - 1) * level)).to(self.device)
         return [part.split(bucket.batch) for part in (latents, contexts(scenes, self.device), sigma)]
+
+    @torch.no_grad()
+    def velocity(self, latent: torch.Tensor, sigma: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """The model's velocity of latents [B, 16, T, h, w] at noise levels [B]."""
+        with self.device, _core_in_training():
+            return self.model(latent.to(self._dtype), sigma * 1000, text.to(self._dtype))
 
     def state(self) -> dict[str, Any]:
         """All that a training needs to go on."""
