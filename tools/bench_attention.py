@@ -201,15 +201,22 @@ class Bench:
         of = self.reference.sol_centroid if provider.name == "kitchen" else self.reference.sol_rowwise
         sinks = {"sink_keys": asked.sink_keys, "sink_queries": asked.sink_queries}
         same = of(*self.few, scale=asked.scale, tau=asked.tau, compute_dtype=torch.float64, **sinks)
+        ms = self._time(run)
         self.row(
             name + (" sinks" if asked.sink_keys != self.base.NO_ROWS else ""),
-            ms=self._time(run),
+            ms=ms,
+            TFLOP_s=self._operations(float(same.density)) / ms / 1e9,
             error=_difference(out, self.exact),
             # The references know no single keys.
             **({} if asked.token_aug else {"of_reference": _difference(out, same.out)}),
             exact_blocks=float(same.density),
             extra_MiB=self._extra(run),
         )
+
+    def _operations(self, density: float) -> float:
+        """Multiplications and additions of the exact blocks and of the pooled terms; query sinks left out."""
+        keys = self.tokens * density + self.tokens / self.base.BLOCK
+        return 4.0 * self.options.heads * HEAD_DIM * self.tokens * keys
 
     def _glue(self, provider: Any) -> None:
         """The override as ComfyUI calls it, against the kernel alone: time, and memory beyond its own."""
