@@ -16,6 +16,7 @@ from dense_checks import call_of, exact, qkv
 
 fa = inprocess.pack_module("kernels_glue.attention.dense.fa")
 sdpa = inprocess.pack_module("kernels_glue.attention.dense.sdpa")
+measured = inprocess.pack_module("kernels_glue.attention.measured")
 timings = inprocess.pack_module("kernels_glue.attention.timings")
 Candidate = inprocess.pack_module("kernels_glue.attention.dense.candidate").Candidate
 
@@ -135,17 +136,11 @@ def test_each_dtype_and_head_dim_is_timed(bench: Bench) -> None:
     assert len(bench.stored()) == 3
 
 
-class OnCuda(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    is_cuda = True
-
-
 def test_nothing_is_timed_while_a_graph_is_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(measured, "_capturing", lambda device: capturing[0])
     backend = bench.process(bench.kernel("fast", 1), bench.kernel("all", 2))
-    on_gpu = call_of(*(t.as_subclass(OnCuda) for t in qkv(1, 2, 33, 16)))
+    on_gpu = call()
     assert backend.run(on_gpu).kernel == "all"  # the last one takes everything
     assert [name for name, _ in bench.runs] == ["all"] and bench.timed == 0 and not bench.path.exists()
     capturing[0] = False

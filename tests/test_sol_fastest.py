@@ -54,6 +54,10 @@ class Machine:
     def __init__(self, path: Path, *kernels: Kernel):
         self.path, self.kernels = path, kernels
 
+    @property
+    def names(self) -> list[str]:
+        return [kernel.name for kernel in self.kernels]
+
     def process(self) -> Any:
         """What a new process has."""
         store = timings.TimingStore(self.path)
@@ -75,9 +79,10 @@ def fits(*kernels: Kernel) -> list[Any]:
     return [(kernel, sol.SolOptions(1.0, 0.1 * n)) for n, kernel in enumerate(kernels, start=1)]
 
 
-def choose(chooser: Any, *kernels: Kernel, tokens: int = 20000, **how: Any) -> str:
+def choose(chooser: Any, *kernels: Kernel, tokens: int = 20000, here: Any = None, **how: Any) -> str:
     q = meta(2, tokens, 20, 128, **how)
-    provider, options = chooser.choose(q, q, q, fits(*kernels))
+    here = [kernel.name for kernel in kernels] if here is None else here
+    provider, options = chooser.choose(q, q, q, fits(*kernels), here)
     assert (provider, options) in fits(*kernels)
     return provider.name
 
@@ -105,15 +110,17 @@ def test_one_kernel_needs_no_timing(tmp_path: Path) -> None:
     assert machine.runs() == [0] and not machine.path.exists()
 
 
-def test_a_kernel_more_is_timed_with_the_others_and_one_less_is_not(tmp_path: Path) -> None:
+def test_a_call_that_suits_more_kernels_times_them_all_and_one_that_suits_less_none(tmp_path: Path) -> None:
     one, two, three = Kernel("one", 3.0), Kernel("two", 2.0), Kernel("three", 1.0)
     machine = Machine(tmp_path / "sol.json", one, two, three)
-    assert choose(machine.process(), one, two) == "two"
+    assert choose(machine.process(), one, two, here=machine.names) == "two"
     assert machine.runs() == [2, 2, 0]
     assert choose(machine.process(), one, two, three) == "three"
     assert machine.runs() == [2, 2, 2]  # times of one run compare
-    assert choose(machine.process(), one, two) == "two"
+    assert choose(machine.process(), one, two, here=machine.names) == "two"
     assert machine.runs() == [0, 0, 0]
+    assert choose(machine.process(), one, two) == "two"  # the third has been removed
+    assert machine.runs() == [2, 2, 0]
 
 
 def test_a_kernel_that_does_not_run_is_not_chosen(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -45,16 +45,28 @@ class MeasuredChoice:
         self._milliseconds = milliseconds
         self._tried: set[tuple[TimingKey, str]] = set()
 
-    def choose(self, key: TimingKey, ways: Mapping[str, Callable[[], Any]], device: torch.device) -> str:
+    def choose(
+        self,
+        key: TimingKey,
+        ways: Mapping[str, Callable[[], Any]],
+        device: torch.device,
+        candidates: Iterable[str],
+        check: Callable[[Any], str] = lambda result: "",
+    ) -> str:
         """The name of the fastest way; times all of them, which waits for the device, if one is new.
 
         Args:
             ways: what to run for each name, the one to take where nothing can be timed first.
+            candidates: names of all ways that exist here; a timing among others does not hold.
+            check: what is wrong with the result of a way; empty if nothing is.
 
         Raises:
             NothingRuns: none of them runs.
         """
+        names = tuple(sorted(candidates))
         timing = self._timings().get(key)
+        if timing is not None and timing.candidates != names:
+            timing = None
         new = [name for name in ways if timing is None or not timing.measured(name)]
         # What failed in another process, perhaps for want of a compiler, is tried once more in this one.
         again = [name for name in ways if name not in new and self._failed_before(key, name, timing)]
@@ -62,14 +74,14 @@ class MeasuredChoice:
             if _capturing(device):
                 return next(iter(ways))  # a graph that is being recorded cannot be waited for
             self._tried.update((key, name) for name in ways)
-            if new or any([_runs(ways[name]) for name in again]):
-                timing = self._time(ways, device, timing)
+            if new or any([_runs(ways[name], check) for name in again]):
+                timing = self._time(ways, names, device, timing, check)
                 self._timings().put(key, timing)
                 _log.info("%s", timing.text(self._what, key))
         usable = [name for name in ways if name in timing.ms]
         if not usable:
             raise NothingRuns(timing.errors)
-        return min(usable, key=timing.ms.__getitem__)
+        return timing.chosen if timing.chosen in usable else min(usable, key=timing.ms.__getitem__)
 
     def text(self, key: TimingKey) -> str:
         """The timing that decided, to be shown; empty if there was none."""
@@ -80,22 +92,32 @@ class MeasuredChoice:
         return name not in timing.ms and (key, name) not in self._tried
 
     def _time(
-        self, ways: Mapping[str, Callable[[], Any]], device: torch.device, earlier: Timing | None
+        self,
+        ways: Mapping[str, Callable[[], Any]],
+        candidates: tuple[str, ...],
+        device: torch.device,
+        earlier: Timing | None,
+        check: Callable[[Any], str],
     ) -> Timing:
-        """Measures all ways in one go, so that their times compare; what others took stays."""
+        """Measures all ways in one go, so that their times compare; what others took stays.
+
+        Two kinds of calls that share a key would time each other out for ever otherwise.
+        """
         ms = {} if earlier is None else {n: t for n, t in earlier.ms.items() if n not in ways}
         errors = {} if earlier is None else {n: e for n, e in earlier.errors.items() if n not in ways}
         for name, way in ways.items():
             try:
-                way()  # compiles
-                ms[name] = self._milliseconds(way, device)
+                if fault := check(way()):
+                    errors[name] = fault
+                else:
+                    ms[name] = self._milliseconds(way, device)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 errors[name] = first_line(error)
         if not ms:
             raise NothingRuns(errors)
-        return Timing(min(ms, key=ms.__getitem__), tuple(sorted({*ms, *errors})), ms, errors)
+        return Timing(min(ms, key=ms.__getitem__), candidates, ms, errors)
 
     def _timings(self) -> TimingStore:
         if self._store is None:
@@ -103,14 +125,13 @@ class MeasuredChoice:
         return self._store
 
 
-def _runs(way: Callable[[], Any]) -> bool:
+def _runs(way: Callable[[], Any], check: Callable[[Any], str]) -> bool:
     try:
-        way()
+        return not check(way())
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False
-    return True
 
 
 def _capturing(device: torch.device) -> bool:

@@ -131,7 +131,8 @@ class Router:
             return fits[0]
         if fits:
             try:
-                return self._fastest.choose(q, k, v, fits)
+                here = (p.name for p in self._providers if self._missing.get((p.name, q.device)) == "")
+                return self._fastest.choose(q, k, v, fits, here)
             except NothingRuns as error:
                 for provider, _ in fits:
                     self.give_up(provider, error.errors[provider.name])

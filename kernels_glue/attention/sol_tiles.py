@@ -79,4 +79,4 @@ class TileChooser:
         one = first_sample(q, k, v)
         tiles = {str(tile): tile for tile in tiles_for(sm_of(q.device))}
         ways = {name: partial(run, *one, tile) for name, tile in tiles.items()}
-        return tiles[self._choice.choose(key, ways, q.device)]
+        return tiles[self._choice.choose(key, ways, q.device, tiles)]

@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-# A timing sees this much of a call: enough to fill a GPU, little enough to cost nothing.
-TIMED_HEADS = 8
 TIMED_RUNS = 3
 
 _log = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class Timing:
     Attributes:
         chosen: name of the kernel to use.
         candidates: the kernels that existed, sorted; with others the timing does not hold.
-        ms: milliseconds of each kernel that ran, on at most TIMED_HEADS heads.
+        ms: milliseconds of each kernel that ran.
         errors: what each kernel that failed said.
     """
 

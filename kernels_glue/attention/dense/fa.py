@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
 from ...failures import first_line, is_out_of_memory
 from ..call import AttentionCall
 from ..devices import described
-from ..timings import TIMED_HEADS, Timing, TimingKey, TimingStore, cuda_milliseconds, default_path
+from ..measured import MeasuredChoice
+from ..timings import TimingKey, TimingStore, cuda_milliseconds
 from .base import DenseResult
 from .candidate import Candidate
 from .flash_packages import FLASH_ATTENTION
@@ -19,6 +21,8 @@ from .sdpa import CUDNN, FLASH, PLAIN
 
 _log = logging.getLogger(__name__)
 
+# A timing sees this much of a call: enough to fill a GPU, little enough to cost nothing.
+TIMED_HEADS = 8
 # Exact kernels in bf16 are within 1% of each other; one that is further away computes something else.
 _WRONG_NUMBERS = 0.05
 
@@ -45,8 +49,7 @@ class FaBackend:
         milliseconds: Callable[[Callable[[], torch.Tensor], torch.device], float] = cuda_milliseconds,
     ):
         self._candidates = tuple(candidates)
-        self._store = store
-        self._milliseconds = milliseconds
+        self._choice = MeasuredChoice("fa", "attention_timings", store, milliseconds)
         self._here: dict[torch.device, tuple[Candidate, ...]] = {}
         self._gave_up: set[tuple[TimingKey, str]] = set()
 
@@ -79,68 +82,19 @@ class FaBackend:
         fitting = [candidate for candidate in self._on(call.q.device) if not candidate.unfit(call)]
         if len(fitting) == 1:
             return fitting[0]
-        key = self._key(call)
-        timing = self._timings().get(key)
-        if not self._holds(timing, fitting, call.q.device):
-            if call.q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return everything  # a graph that is being recorded cannot be waited for
-            timing = self._time(call, fitting, timing)
-            self._timings().put(key, timing)
-        assert timing is not None
-        usable = {c.name: c for c in fitting if c.name in timing.ms and (key, c.name) not in self._gave_up}
-        if timing.chosen in usable:
-            return usable[timing.chosen]
-        return usable[min(usable, key=timing.ms.__getitem__)] if usable else everything
+        key, few = self._key(call), _few_heads(call)
+        usable = {c.name: c for c in fitting if (key, c.name) not in self._gave_up}
+        ways = {name: partial(usable[name].run, few) for name in (everything.name, *usable)}
+        expected = cache(partial(everything.run, few))
+        names = (candidate.name for candidate in self._on(call.q.device))
+        chosen = self._choice.choose(key, ways, call.q.device, names, lambda out: _fault(out, expected()))
+        return usable[chosen]
 
     def timing_text(self, call: AttentionCall) -> str:
         """The timing that decided about calls like this one, to be shown; empty if none was needed."""
         if call.mask is not None:
             return ""
-        key = self._key(call)
-        timing = self._timings().get(key)
-        return "" if timing is None else timing.text(self.name, key)
-
-    # --- timing ---------------------------------------------------------------------------------
-
-    def _holds(self, timing: Timing | None, fitting: Sequence[Candidate], device: torch.device) -> bool:
-        if timing is None or timing.candidates != self._names(device):
-            return False
-        return all(timing.measured(candidate.name) for candidate in fitting)
-
-    def _time(self, call: AttentionCall, fitting: Sequence[Candidate], earlier: Timing | None) -> Timing:
-        """Measures the kernels that take this call.
-
-        What an earlier call measured of the others stays, or two kinds of calls that share a key (with and
-        without grouped heads) would time each other out for ever.
-        """
-        names = self._names(call.q.device)
-        same = earlier is not None and earlier.candidates == names
-        ms = dict(earlier.ms) if same else {}
-        errors = dict(earlier.errors) if same else {}
-        few = _few_heads(call)
-        expected = self._candidates[-1].run(few)
-        for candidate in fitting:
-            ms.pop(candidate.name, None)
-            errors.pop(candidate.name, None)
-            try:
-                if fault := _fault(candidate.run(few), expected):
-                    errors[candidate.name] = fault
-                else:
-                    ms[candidate.name] = self._milliseconds(lambda c=candidate: c.run(few), few.q.device)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                errors[candidate.name] = first_line(error)
-        if not ms:
-            raise RuntimeError(f"no attention kernel runs: {errors}")
-        timing = Timing(min(ms, key=ms.__getitem__), names, ms, errors)
-        _log.info("%s", timing.text(self.name, self._key(call)))
-        return timing
-
-    def _timings(self) -> TimingStore:
-        if self._store is None:
-            self._store = TimingStore(default_path("attention_timings"))
-        return self._store
+        return self._choice.text(self._key(call))
 
     # --- what is here ---------------------------------------------------------------------------
 
@@ -148,9 +102,6 @@ class FaBackend:
         if device not in self._here:
             self._here[device] = tuple(c for c in self._candidates if not c.missing(device))
         return self._here[device]
-
-    def _names(self, device: torch.device) -> tuple[str, ...]:
-        return tuple(sorted(candidate.name for candidate in self._on(device)))
 
     def _key(self, call: AttentionCall) -> TimingKey:
         q, k = call.q, call.k

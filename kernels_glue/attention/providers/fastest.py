@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -29,12 +29,15 @@ class FastestProvider:
         self._choice = choice or MeasuredChoice("Sol", "sol_timings")
         self._texts: dict[tuple[Any, ...], str] = {}
 
-    def choose(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fits: Sequence[Fit]) -> Fit:
+    def choose(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fits: Sequence[Fit], here: Iterable[str]
+    ) -> Fit:
         """The kernel to take and what to ask of it.
 
         Args:
             q, k, v: [B, T, H, D].
             fits: the kernels that take the call, with their options; where nothing can be timed the first.
+            here: names of all kernels that can run on the device.
 
         Raises:
             NothingRuns: none of them runs.
@@ -43,7 +46,7 @@ class FastestProvider:
             return fits[0]
         one = first_sample(q, k, v)
         ways = {provider.name: partial(provider.run, *one, options) for provider, options in fits}
-        chosen = self._choice.choose(_key(q), ways, q.device)
+        chosen = self._choice.choose(_key(q), ways, q.device, here)
         return next(fit for fit in fits if fit[0].name == chosen)
 
     def text(self, q: torch.Tensor) -> str:
