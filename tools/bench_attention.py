@@ -256,20 +256,10 @@ class Bench:
 
     def _time(self, function: Callable[[], Any]) -> float:
         """Median milliseconds from the call on the host to the end on the device."""
-        import torch
-
+        timings = inprocess.pack_module("kernels_glue.attention.timings")
         for _ in range(2):
             function()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(self.options.repeats):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        return statistics.median(times)
+        return timings.cuda_milliseconds(function, self.device, self.options.repeats)
 
     def _extra(self, function: Callable[[], Any]) -> float:
         """Peak device memory of a call beyond its inputs and its output, in MiB."""

@@ -174,11 +174,11 @@ def first_sample(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor[:1] for tensor in tensors)
 
 
-def cuda_milliseconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Median time on the device of a function that was run before, in milliseconds. Waits for the device."""
+def cuda_milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = TIMED_RUNS) -> float:
+    """Median milliseconds of a function that was run before, from its call to its end on the device."""
     times = []
     with torch.cuda.device(device):
-        for _ in range(TIMED_RUNS):
+        for _ in range(repeats):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             function()
