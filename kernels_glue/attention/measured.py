@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..failures import first_line, is_out_of_memory
+from .devices import described
 from .timings import Timing, TimingKey, TimingStore, cuda_milliseconds, default_path
 
 _log = logging.getLogger(__name__)
+
+
+def timing_key(q: torch.Tensor, versions: str, queries: int, keys: int) -> TimingKey:
+    """What a timing of attention on [..., D] tensors like q holds for; `versions` of what computes it."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    return TimingKey.of(described(q.device), versions, dtype, q.shape[-1], queries, keys)
 
 
 class NothingRuns(RuntimeError):
@@ -48,7 +56,8 @@ class MeasuredChoice:
     def choose(
         self,
         key: TimingKey,
-        ways: Mapping[str, Callable[[], Any]],
+        ways: Sequence[str],
+        run: Callable[[str], Any],
         device: torch.device,
         candidates: Iterable[str],
         check: Callable[[Any], str] = lambda result: "",
@@ -56,7 +65,8 @@ class MeasuredChoice:
         """The name of the fastest way; times all of them, which waits for the device, if one is new.
 
         Args:
-            ways: what to run for each name, the one to take where nothing can be timed first.
+            ways: names of what can be chosen, the one to take where nothing can be timed first.
+            run: runs one of them; called only for a timing.
             candidates: names of all ways that exist here; a timing among others does not hold.
             check: what is wrong with the result of a way; empty if nothing is.
 
@@ -72,10 +82,10 @@ class MeasuredChoice:
         again = [name for name in ways if name not in new and self._failed_before(key, name, timing)]
         if new or again:
             if _capturing(device):
-                return next(iter(ways))  # a graph that is being recorded cannot be waited for
+                return ways[0]  # a graph that is being recorded cannot be waited for
             self._tried.update((key, name) for name in ways)
-            if new or any([_runs(ways[name], check) for name in again]):
-                timing = self._time(ways, names, device, timing, check)
+            if new or any([_runs(partial(run, name), check) for name in again]):
+                timing = self._time(ways, run, names, device, timing, check)
                 self._timings().put(key, timing)
                 _log.info("%s", timing.text(self._what, key))
         usable = [name for name in ways if name in timing.ms]
@@ -93,7 +103,8 @@ class MeasuredChoice:
 
     def _time(
         self,
-        ways: Mapping[str, Callable[[], Any]],
+        ways: Sequence[str],
+        run: Callable[[str], Any],
         candidates: tuple[str, ...],
         device: torch.device,
         earlier: Timing | None,
@@ -105,7 +116,8 @@ class MeasuredChoice:
         """
         ms = {} if earlier is None else {n: t for n, t in earlier.ms.items() if n not in ways}
         errors = {} if earlier is None else {n: e for n, e in earlier.errors.items() if n not in ways}
-        for name, way in ways.items():
+        for name in ways:
+            way = partial(run, name)
             try:
                 if fault := check(way()):
                     errors[name] = fault

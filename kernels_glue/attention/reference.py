@@ -92,6 +92,14 @@ def sol_centroid(
     return _over_tiles(q, k, v, scale, tau, thresh_type, sink_keys, rows, compute_dtype, _centroid)
 
 
+def require_alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, thresh_type: str) -> None:
+    """Raises ValueError for tensors that are not [B, T, H, D] alike, and for an unknown thresh_type."""
+    if thresh_type not in ("diag", "exact"):
+        raise ValueError(f"thresh_type must be diag or exact, got {thresh_type!r}")
+    if not q.shape == k.shape == v.shape or q.dim() != 4:
+        raise ValueError(f"q, k, v must be [B, T, H, D] alike, got {[tuple(t.shape) for t in (q, k, v)]}")
+
+
 # --- the two approximations ----------------------------------------------------------------------
 
 
@@ -159,10 +167,7 @@ def _over_tiles(
     attend: Callable[[_Queries, _Keys], torch.Tensor],
 ) -> SolResult:
     """Runs `attend` over samples, heads and query blocks, few enough at a time to bound the scores held."""
-    if thresh_type not in ("diag", "exact"):
-        raise ValueError(f"thresh_type must be diag or exact, got {thresh_type!r}")
-    if not q.shape == k.shape == v.shape or q.dim() != 4:
-        raise ValueError(f"q, k, v must be [B, T, H, D] alike, got {[tuple(t.shape) for t in (q, k, v)]}")
+    require_alike(q, k, v, thresh_type)
     batch, tokens, heads, head_dim = q.shape
     blocks = -(-tokens // BLOCK)
     s = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from .devices import described, sm_of
-from .measured import MeasuredChoice
-from .timings import TimingKey, first_sample
+from .devices import sm_of
+from .measured import MeasuredChoice, timing_key
+from .timings import first_sample
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,10 @@ class TileChooser:
         Raises:
             NothingRuns: the kernel runs with no tile.
         """
-        dtype = str(q.dtype).removeprefix("torch.")
-        key = TimingKey.of(described(q.device), versions, dtype, q.shape[3], q.shape[1], k.shape[1])
-        one = first_sample(q, k, v)
+        key = timing_key(q, versions, q.shape[1], k.shape[1])
         tiles = {str(tile): tile for tile in tiles_for(sm_of(q.device))}
-        ways = {name: partial(run, *one, tile) for name, tile in tiles.items()}
-        return tiles[self._choice.choose(key, ways, q.device, tiles)]
+        return tiles[
+            self._choice.choose(
+                key, tuple(tiles), lambda name: run(*first_sample(q, k, v), tiles[name]), q.device, tiles
+            )
+        ]

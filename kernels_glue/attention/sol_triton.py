@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .devices import sm_of
+from .reference import require_alike
 from .sol import BLOCK, HEAD_DIMS, NO_ROWS, SolResult, blocks_of
 from .sol_tiles import Tile, tiles_for
 
@@ -110,10 +111,7 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> None:
-    if thresh_type not in ("diag", "exact"):
-        raise ValueError(f"thresh_type must be diag or exact, got {thresh_type!r}")
-    if not q.shape == k.shape == v.shape or q.dim() != 4:
-        raise ValueError(f"q, k, v must be [B, T, H, D] alike, got {[tuple(t.shape) for t in (q, k, v)]}")
+    require_alike(q, k, v, thresh_type)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise ValueError(f"q, k, v must be bf16 or fp16 alike, got {[t.dtype for t in (q, k, v)]}")
     if q.shape[-1] not in HEAD_DIMS:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 from ...failures import first_line, is_out_of_memory
 from ..call import AttentionCall
-from ..devices import described
-from ..measured import MeasuredChoice
+from ..measured import MeasuredChoice, timing_key
 from ..timings import TimingKey, TimingStore, cuda_milliseconds
 from .base import DenseResult
 from .candidate import Candidate
@@ -82,12 +81,18 @@ class FaBackend:
         fitting = [candidate for candidate in self._on(call.q.device) if not candidate.unfit(call)]
         if len(fitting) == 1:
             return fitting[0]
-        key, few = self._key(call), _few_heads(call)
+        key = self._key(call)
         usable = {c.name: c for c in fitting if (key, c.name) not in self._gave_up}
-        ways = {name: partial(usable[name].run, few) for name in (everything.name, *usable)}
-        expected = cache(partial(everything.run, few))
-        names = (candidate.name for candidate in self._on(call.q.device))
-        chosen = self._choice.choose(key, ways, call.q.device, names, lambda out: _fault(out, expected()))
+        few = cache(lambda: _few_heads(call))
+        expected = cache(lambda: everything.run(few()))
+        chosen = self._choice.choose(
+            key,
+            tuple(dict.fromkeys((everything.name, *usable))),
+            lambda name: usable[name].run(few()),
+            call.q.device,
+            (candidate.name for candidate in self._on(call.q.device)),
+            lambda out: _fault(out, expected()),
+        )
         return usable[chosen]
 
     def timing_text(self, call: AttentionCall) -> str:
@@ -104,15 +109,7 @@ class FaBackend:
         return self._here[device]
 
     def _key(self, call: AttentionCall) -> TimingKey:
-        q, k = call.q, call.k
-        return TimingKey.of(
-            described(q.device),
-            torch.__version__,
-            str(q.dtype).removeprefix("torch."),
-            q.shape[3],
-            q.shape[2],
-            k.shape[2],
-        )
+        return timing_key(call.q, torch.__version__, call.q.shape[2], call.k.shape[2])
 
 
 def _few_heads(call: AttentionCall) -> AttentionCall:

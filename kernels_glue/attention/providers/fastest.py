@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 
-from ..devices import described
-from ..measured import MeasuredChoice
-from ..sol import SolOptions
+from ..measured import MeasuredChoice, timing_key
+from ..sol import SolOptions, SolResult
 from ..timings import TimingKey, first_sample
 from .base import Provider
 from .packages import version_of
@@ -44,10 +43,13 @@ class FastestProvider:
         """
         if len(fits) == 1 or q.device.type == "cpu":
             return fits[0]
-        one = first_sample(q, k, v)
-        ways = {provider.name: partial(provider.run, *one, options) for provider, options in fits}
-        chosen = self._choice.choose(_key(q), ways, q.device, here)
-        return next(fit for fit in fits if fit[0].name == chosen)
+        by_name = {provider.name: (provider, options) for provider, options in fits}
+
+        def run(name: str) -> SolResult:
+            provider, options = by_name[name]
+            return provider.run(*first_sample(q, k, v), options)
+
+        return by_name[self._choice.choose(_key(q), tuple(by_name), run, q.device, here)]
 
     def text(self, q: torch.Tensor) -> str:
         """The timing that decides about calls like this one, to be shown; empty if there is none."""
@@ -60,8 +62,7 @@ class FastestProvider:
 
 
 def _key(q: torch.Tensor) -> TimingKey:
-    dtype = str(q.dtype).removeprefix("torch.")
-    return TimingKey.of(described(q.device), _versions(), dtype, q.shape[3], q.shape[1], q.shape[1])
+    return timing_key(q, _versions(), q.shape[1], q.shape[1])
 
 
 @cache
