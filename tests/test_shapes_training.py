@@ -226,6 +226,14 @@ def test_checking_counts_what_the_samples_show():
     assert shares == {"all": 1 / 12, **{name: 0.25 * (name == shape) for name in SHAPES}}
 
 
+def test_a_single_picture_needs_no_movement():
+    scenes = _scenes(400, seed=6)
+    wanted = parse_caption(shapes_model.cases(1)[0].caption)
+    index = next(n for n in range(400) if scenes.caption(n) == wanted)
+    still = fold(render(scenes, 1, 64, CPU))[index : index + 1]
+    assert found(_knowing(still), CPU, 12, steps=4, shift=3.0, frames=1)["all"] == 1 / 12
+
+
 def test_checking_finds_nothing_in_noise():
     noise = found(lambda latent, sigma, text: torch.zeros_like(latent), CPU, 12, steps=2, shift=8.0)
     assert set(noise.values()) == {0.0}
@@ -256,7 +264,7 @@ def test_the_command_writes_a_model_that_comfyui_loads_as_wan(tmp_path, capsys):
         train_demo_model.main(["--out", str(path), "--stop-at", "3", "--seed", "5", "--check", "1"], SMALL)
         == 0
     )
-    assert ", 8 Euler steps, shift 8: all 0%, circle 0%" in capsys.readouterr().out
+    assert "step 3, 8 frames, 8 Euler steps, shift 8: all 0%, circle 0%" in capsys.readouterr().out
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         assert {file.get_tensor(key).dtype for key in file.keys()} == {torch.bfloat16}  # noqa: SIM118

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 # workspace of its own, and the model stays on the device as it is.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "KITCHEN_SOL_COMFYUI_ARGS": "--disable-dynamic-vram"}
 
-# Steps and shift of the samples that --check looks at: ComfyUI's default for Wan, and a finer one.
-_CHECKED = ((8, 8.0), (20, 3.0))
+# Frames, steps and shift of the samples that --check looks at: single pictures, which come first in the
+# training, then videos with ComfyUI's default for Wan and finer.
+_CHECKED = ((1, 20, 3.0), (8, 8, 8.0), (8, 20, 3.0))
 
 
 def main(argv: Sequence[str], settings: Settings | None = None) -> int:
@@ -65,10 +66,13 @@ def main(argv: Sequence[str], settings: Settings | None = None) -> int:
         if options.checkpoint:
             write_checkpoint(options.checkpoint, trainer.state())
         if options.check:
-            for steps, shift in _CHECKED:
-                shares = found(trainer.velocity, device, options.check, steps=steps, shift=shift)
+            for frames, steps, shift in _CHECKED:
+                shares = found(
+                    trainer.velocity, device, options.check, steps=steps, shift=shift, frames=frames
+                )
+                how = f"{frames} frames, {steps} Euler steps, shift {shift:g}"
                 text = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-                print(f"step {trainer.step}, {steps} Euler steps, shift {shift:g}: {text}", flush=True)
+                print(f"step {trainer.step}, {how}: {text}", flush=True)
     losses = torch.stack(trainer.losses).cpu()
     metadata = {
         "command": _command(argv),

@@ -6,9 +6,10 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import torch
-from comfyui.testnodes.shapes import LATENT_CHANNELS, embed, parse_caption, unfold
-from shapes_detector import shows
+from comfyui.testnodes.shapes import LATENT_CHANNELS, Thing, embed, parse_caption, unfold
+from shapes_detector import look, shows
 from shapes_model import FRAMES, SIZE, cases
 
 Velocity = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,20 +45,26 @@ def sample(
 
 
 def found(
-    velocity: Velocity, device: torch.device, count: int, *, steps: int, shift: float
+    velocity: Velocity, device: torch.device, count: int, *, steps: int, shift: float, frames: int = FRAMES
 ) -> dict[str, float]:
     """The share of samples that show what was asked for: of each shape, and of `all`.
 
     Args:
         count: samples, of the captions that the tests use.
+        frames: of a sample; in a single picture nothing has to move.
     """
     captions = [case.caption for case in cases(count)]
     text = torch.stack([embed(parse_caption(caption)) for caption in captions]).to(device)
-    videos = sample(velocity, text, steps=steps, shift=shift).cpu().numpy()
+    videos = sample(velocity, text, steps=steps, shift=shift, frames=frames).cpu().numpy()
     right, asked = Counter(), Counter()
     for caption, video in zip(captions, videos, strict=True):
         (thing,) = parse_caption(caption)
         for name in (thing.shape, "all"):
             asked[name] += 1
-            right[name] += shows(video, thing)
+            right[name] += shows(video, thing) if frames > 1 else _pictured(video[0], thing)
     return {name: right[name] / asked[name] for name in sorted(asked)}
+
+
+def _pictured(picture: np.ndarray, thing: Thing) -> bool:
+    seen = look(np.clip(picture, 0, 1), thing.colour)
+    return seen is not None and seen.shape == thing.shape
