@@ -22,9 +22,9 @@ tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# Two query blocks at a time, and one with its values in halves; groups so small that there are several.
-PAIR, SINGLE = tiles.Tile(2, 16, 1, 1, 1), tiles.Tile(1, 16, 2, 1, 1)
-BOTH = pytest.mark.parametrize("tile", [PAIR, SINGLE], ids=["pair", "single"])
+# By tensor descriptors, and by pointers with the values in halves; groups so small that there are several.
+DESCRIBED, POINTED = tiles.Tile(16, 1, 1, 1, True), tiles.Tile(16, 2, 1, 1)
+BOTH = pytest.mark.parametrize("tile", [DESCRIBED, POINTED], ids=["descriptors", "pointers"])
 # Rounding of the weights and of the output to the dtype of q.
 ROUNDING = {BF16: 5e-3, FP16: 1e-3}
 
@@ -38,7 +38,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = PAIR, **options: Any) -> Any:
+def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = DESCRIBED, **options: Any) -> Any:
     return sol_triton.sol_triton(q, k, v, tile=tile, **options)
 
 
@@ -47,7 +47,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) 
     return reference.sol_rowwise(*(t.double() for t in (q, k, v)), compute_dtype=torch.float64, **options)
 
 
-def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = PAIR, **options: Any) -> Any:
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = DESCRIBED, **options: Any) -> Any:
     """Runs the kernels, compares with the reference and returns the reference's result."""
     result, right = run(q, k, v, tile, **options), expected(q, k, v, **options)
     assert result.out.dtype == q.dtype and result.out.shape == q.shape and result.out.is_contiguous()
@@ -83,7 +83,7 @@ def test_the_two_thresholds_differ() -> None:
 
 
 def test_more_blocks_than_one_group_of_the_preparation() -> None:
-    check(*smooth_qkv(64 * 66 + 5, 1, 64, 1, FP16, seed=1), tiles.Tile(2, 64, 2, 1, 1), tau=1.5)
+    check(*smooth_qkv(64 * 66 + 5, 1, 64, 1, FP16, seed=1), tiles.Tile(64, 2, 1, 1), tau=1.5)
 
 
 @BOTH

@@ -18,31 +18,40 @@ class Tile:
     """How `attend` is compiled and launched.
 
     Attributes:
-        pair: query blocks of a tile, 1 or 2.
         group: key blocks that are routed at a time, a power of two from 16 to 128.
         halves: 2 cuts the products with the values in two, which an older GPU's warps share better.
-        pooled_stages, exact_stages: of Triton's pipelining in the loops over block means and over keys. From
-            3 on the next block is fetched while one is computed; with 2 the other program computes meanwhile.
+        pooled_stages, exact_stages: of Triton's pipelining in the loops over block means and over keys.
+        descriptors: copies whole blocks by tensor descriptors, from SM 9.0 on, where the tensors allow it.
         warps: of a program.
     """
 
-    pair: int
     group: int
     halves: int
     pooled_stages: int
     exact_stages: int
+    descriptors: bool = False
     warps: int = 4
 
     def __str__(self) -> str:
-        return "-".join(map(str, astuple(self)))
+        return "-".join(str(int(part)) for part in astuple(self))
 
 
 # The first is taken where nothing can be timed. Hopper's tensor cores read their operands from shared memory,
-# of which a multiprocessor has 227 KiB, and so have registers for two query blocks. The others read them from
-# registers, and all but A100 have 99 KiB.
-_HOPPER = (Tile(2, 32, 1, 2, 2), Tile(2, 32, 1, 2, 3), Tile(2, 64, 1, 1, 2), Tile(1, 32, 1, 2, 3))
-_OTHERS = (Tile(1, 32, 2, 1, 2), Tile(1, 32, 2, 1, 3), Tile(1, 32, 2, 1, 1))
-_BY_SM = {(9, 0): _HOPPER, (10, 0): _HOPPER, (10, 3): _HOPPER}
+# of which a multiprocessor has 227 KiB. The others read them from registers, and all but A100 have 99 KiB.
+_HOPPER = (
+    Tile(64, 1, 2, 3, True),
+    Tile(64, 1, 2, 2, True),
+    Tile(32, 1, 2, 3, True),
+    Tile(32, 1, 2, 3),
+)
+_BLACKWELL = (Tile(64, 1, 2, 2, True), Tile(32, 1, 2, 3, True), Tile(32, 1, 2, 3))
+_OTHERS = (Tile(32, 2, 1, 2), Tile(32, 2, 1, 3), Tile(32, 2, 1, 1))
+_WITH_DESCRIPTORS = (*_OTHERS, Tile(32, 2, 1, 2, True), Tile(32, 1, 1, 2, True))
+_BY_SM = {
+    (9, 0): _HOPPER,
+    **dict.fromkeys([(10, 0), (10, 3)], _BLACKWELL),
+    **dict.fromkeys([(12, 0), (12, 1)], _WITH_DESCRIPTORS),
+}
 
 
 def tiles_for(sm: tuple[int, int] | None) -> tuple[Tile, ...]:

@@ -65,26 +65,33 @@ def sol_triton(
     if out.numel() == 0:
         return SolResult(out, torch.zeros((), device=q.device))
     s = (head_dim**-0.5 if scale is None else scale) * math.log2(math.e)
-    tiles = lanes * -(-blocks // tile.pair)
+    tiles = lanes * blocks
     programs = min(_PROGRAMS * _multiprocessors(q.device), tiles)
+    descriptors = tile.descriptors and all(map(_copies_blocks, (q, k, v)))
     start, stop = max(sink_queries[0], 0), min(sink_queries[1], tokens)
     skip = (start, stop) if start < stop else (tokens, 0)
     with _on(q.device):
-        prepared = prepare(k, v)
-        lists = torch.empty(programs, 3, blocks, dtype=torch.int32, device=q.device)
+        k_high, k_low, v_mean, *moments = prepare(k, v)
+        entries = torch.empty(programs, blocks, dtype=torch.int32, device=q.device)
         exact_pairs, next_tile = torch.zeros(2, dtype=torch.int64, device=q.device).split(1)
+        tensors, means, part = (q, k, v), (k_high, k_low, v_mean), head_dim // tile.halves
+        if descriptors:
+            widths = (head_dim, head_dim, part)
+            tensors = [_described(t, (1, BLOCK, 1, width)) for t, width in zip(tensors, widths, strict=True)]
+            means = [_described(t, (1, tile.group, width)) for t, width in zip(means, widths, strict=True)]
         kernels.attend[(programs,)](
-            q, k, v, out, *prepared, lists, next_tile.view(torch.int32), exact_pairs,
+            *tensors, out, *means, *moments, entries, next_tile.view(torch.int32), exact_pairs,
             tokens, blocks, heads, tiles, s, float(tau), *blocks_of(sink_keys), *skip,
             *_strides(q, k, v, out),
-            D=head_dim, PAIR=tile.pair, GROUP=tile.group, HALVES=tile.halves,
+            D=head_dim, GROUP=tile.group, HALVES=tile.halves, DESCRIPTORS=descriptors,
             EXACT_VARIANCE=thresh_type == "exact", SHIFT=_SHIFT[q.dtype],
             POOLED_STAGES=tile.pooled_stages, EXACT_STAGES=tile.exact_stages, num_warps=tile.warps,
         )  # fmt: skip
         if start < stop:
             kernels.attend_exactly[(-(-(stop - start) // BLOCK) * lanes,)](
-                q, k, v, out, tokens, heads, s, start, stop, *_strides(q, k, v, out),
-                D=head_dim, HALVES=tile.halves, SHIFT=_SHIFT[q.dtype], STAGES=tile.exact_stages, num_warps=4,
+                *tensors, out, tokens, heads, s, start, stop, *_strides(q, k, v, out),
+                D=head_dim, HALVES=tile.halves, DESCRIPTORS=descriptors, SHIFT=_SHIFT[q.dtype],
+                STAGES=tile.exact_stages, num_warps=tile.warps,
             )  # fmt: skip
     return SolResult(out, exact_pairs[0] / (lanes * blocks * blocks))
 
@@ -120,6 +127,26 @@ def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> N
         raise ValueError("q, k and v must have a contiguous last dimension")
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be above 0, got {scale}")
+
+
+def _copies_blocks(tensor: torch.Tensor) -> bool:
+    """Whether the hardware can copy blocks of it: what begins on 16 bytes, with steps of 16 bytes."""
+    sixteen = 16 // tensor.element_size()
+    steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.data_ptr() % 16 == 0 and all(step > 0 and step % sixteen == 0 for step in steps[:-1])
+
+
+def _described(tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
+    """A tensor descriptor for copies of blocks of this shape; what lies behind the tensor reads as 0."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # A dimension of one element may have any stride, but a descriptor takes only some.
+    sixteen = 16 // tensor.element_size()
+    strides = [
+        stride if size > 1 or index == tensor.ndim - 1 else sixteen
+        for index, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block))
 
 
 def _strides(*tensors: torch.Tensor) -> list[int]:

@@ -59,10 +59,10 @@ class Phase:
 
 # About 49,000 tokens a step each. First what shapes look like, on many pictures; then how they move.
 PHASES = (
-    Phase(0.5, (Bucket(1, 64, 192, 0.8), Bucket(1, 128, 48, 0.2))),
+    Phase(0.35, (Bucket(1, 64, 192, 0.85), Bucket(1, 128, 48, 0.15))),
     Phase(
         1.0,
-        (Bucket(8, 64, 24, 0.60), Bucket(8, 96, 11, 0.20), Bucket(8, 128, 6, 0.15), Bucket(16, 128, 3, 0.05)),
+        (Bucket(8, 64, 24, 0.75), Bucket(8, 96, 11, 0.10), Bucket(8, 128, 6, 0.10), Bucket(16, 128, 3, 0.05)),
     ),
 )
 # Steps whose videos are made at once: making them takes many small operations.
@@ -76,14 +76,14 @@ class Settings:
     Attributes:
         seed: of the weights at the start, the videos and the noise.
         steps: optimizer steps.
-        learning_rate: its peak; it rises over `warmup` steps and falls to 0 by a cosine.
+        learning_rate: its peak; it rises over `warmup` steps, stays, and falls to 0 over the second half.
         shift: noise levels are drawn uniformly and shifted towards 1 by this (as ComfyUI's sampling does).
         dim, ffn_dim, layers: of the model.
         phases: the sizes of videos over the training.
     """
 
     seed: int = 0
-    steps: int = 14_000
+    steps: int = 16_000
     learning_rate: float = 2e-3
     warmup: int = 200
     weight_decay: float = 0.01
@@ -101,8 +101,7 @@ class Settings:
         """The learning rate of step 0, 1, ..."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+        return self.learning_rate * min(1.0, 2 * (1 - step / self.steps))
 
 
 def make_model(settings: Settings) -> torch.nn.Module:

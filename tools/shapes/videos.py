@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from comfyui.testnodes.shapes import COLOURS, ROWS, SHAPES, Thing, embed
 
-RADIUS = (0.36, 0.48)  # of an object alone
-RADIUS_OF_TWO = (0.26, 0.34)
+# So large that a corner is more than the 4 x 4 pixels of a token.
+RADIUS = (0.42, 0.56)  # of an object alone
+RADIUS_OF_TWO = (0.28, 0.36)
 SPEED = (0.05, 0.16)
 # They begin nearly upright and turn by up to 40 degrees in eight frames. Over all angles a triangle is a disc
 # on average, and discs are what a small model draws then.
@@ -25,7 +26,7 @@ _REACH = (0.80, 1.00, 1.10)
 _SIDES = (0, 4, 3)
 _SUBSTEPS = 4
 _UNCAPTIONED = 0.1  # part of the videos whose caption is left out, for classifier-free guidance
-_TWO = 0.3  # part of the videos with two objects
+_TWO = 0.25  # part of the videos with two objects
 _CANDIDATES = 16
 
 
