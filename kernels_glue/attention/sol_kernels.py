@@ -21,8 +21,8 @@ from .sol_means import BLOCK, PLAIN, group, masked_rows
 _LOG2_BLOCK = tl.constexpr(6.0)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
-# The columns of scores that the sums of weights are kept apart for until the end: a thread of the tensor cores
-# has two of eight neighbours, so that adding needs no exchange among threads.
+# Sums of weights are kept apart for so many columns until the end: of eight neighbours a thread has the same two
+# everywhere, so that adding needs no exchange among threads.
 _APART = tl.constexpr(8)
 
 
@@ -280,7 +280,7 @@ def _rows(
     """[64, W] of one lane, from row `first` and a column on, 0 behind the last row."""
     if DESCRIPTORS:
         return tensor.load([sample, first, head, column]).reshape([BLOCK, W])
-    else:  # noqa: RET505, one of them is compiled
+    else:  # one of the two is compiled
         return masked_rows(tensor + column, first, tokens, row_stride, W)
 
 
@@ -299,7 +299,7 @@ def _means(
     """[GROUP, W] of one lane's block means, from block `first` and a column on, 0 behind the last one."""
     if DESCRIPTORS:
         return means.load([lane, first, column]).reshape([GROUP, W])
-    else:  # noqa: RET505
+    else:
         return group(means + lane.to(tl.int64) * blocks * D + column, first, blocks, D, W, GROUP)
 
 
