@@ -21,8 +21,8 @@ from .sol_means import BLOCK, PLAIN, group, masked_rows
 _LOG2_BLOCK = tl.constexpr(6.0)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
-# Sums of weights are kept apart for so many columns until the end: a thread has the same two of eight neighbours
-# everywhere, so adding them needs no exchange among threads.
+# Sums of weights are kept apart for so many columns until the end: of eight neighbours a thread has the
+# same two everywhere, so adding them needs no exchange among threads.
 _APART = tl.constexpr(8)
 
 
