@@ -38,8 +38,8 @@ for name, sm, dtype, fixed, described, warps in json.loads(sys.argv[2]):
     signature, constants, attributes = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         pointer = POINTERS.get(argument)
-        if argument in ("q", "k", "v", "out", "k_high", "k_low", "v_mean"):
-            pointer = dtype
+        if argument in ("q", "k", "v", "out", "k_mean", "v_mean", "centred"):
+            pointer = "fp32" if name in ("block_means", "centre_keys") and argument == "k_mean" else dtype
         if argument in fixed:
             signature[argument], constants[(index,)] = "constexpr", fixed[argument]
         elif pointer and argument in described:
@@ -81,7 +81,7 @@ def described(tile: Any, head_dim: int) -> dict[str, list[int]]:
     part = head_dim // tile.halves
     rows = {"q": [1, 64, 1, head_dim], "k": [1, 64, 1, head_dim], "v": [1, 64, 1, part]}
     group = tile.group
-    return {**rows, "k_high": [1, group, head_dim], "k_low": [1, group, head_dim], "v_mean": [1, group, part]}
+    return {**rows, "k_mean": [1, group, head_dim], "v_mean": [1, group, part]}
 
 
 def compiled(cases: list[Case], cache: Path) -> list[int]:

@@ -52,7 +52,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = DESCRIB
     result, right = run(q, k, v, tile, **options), expected(q, k, v, **options)
     assert result.out.dtype == q.dtype and result.out.shape == q.shape and result.out.is_contiguous()
     assert difference(result.out, right.out) < ROUNDING[q.dtype]
-    assert float(result.density) == pytest.approx(float(right.density), rel=1e-6)
+    # A rounded mean routes a pair the other way where it lies on the threshold.
+    pairs = q.shape[0] * q.shape[2] * (-(-q.shape[1] // 64)) ** 2
+    assert float(result.density) == pytest.approx(float(right.density), abs=1.5 / pairs)
     return right
 
 

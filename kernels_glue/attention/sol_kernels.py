@@ -21,6 +21,7 @@ from .sol_means import BLOCK, PLAIN, group, masked_rows
 _LOG2_BLOCK = tl.constexpr(6.0)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
+_MOST_IN_A_GROUP = tl.constexpr(128)
 # Sums of weights are kept apart for so many columns until the end: of eight neighbours a thread has the
 # same two everywhere, so adding them needs no exchange among threads.
 _APART = tl.constexpr(8)
@@ -28,7 +29,7 @@ _APART = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=PLAIN)
 def attend(
-    q, k, v, out, k_high, k_low, v_mean, centre, spread, entries, next_tile, exact_pairs,
+    q, k, v, out, k_mean, v_mean, centre, spread, entries, next_tile, exact_pairs,
     tokens, blocks, heads, tiles, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     D: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -38,12 +39,12 @@ def attend(
     """Sol attention; each program takes query blocks until none is left.
 
     Grid: any, best what the device holds; programs tell each other nothing but which query block is next.
-    entries: [programs, blocks] int32, scratch. next_tile (int32) and exact_pairs (int64) begin at 0. scale:
-    with log2(e) in it. Query blocks inside of the rows [skip_start, skip_stop) are left out, though their
+    entries: [programs, blocks + 128] int32, scratch. next_tile (int32) and exact_pairs (int64) begin at 0.
+    scale: with log2(e) in it. Query blocks inside of the rows [skip_start, skip_stop) are left out, though
     pairs are counted. HALVES: into how many parts of D the products with the values are cut; in 2 Triton
     shares rows and not columns among the warps of an older GPU.
     """
-    entries += tl.program_id(0).to(tl.int64) * blocks
+    entries += tl.program_id(0).to(tl.int64) * (blocks + _MOST_IN_A_GROUP)
     tile = tl.atomic_add(next_tile, 1, sem="relaxed")
     while tile < tiles:
         lane, block = tile // blocks, tile % blocks
@@ -54,7 +55,7 @@ def attend(
             _lane(k, sample, head, k_batch, k_head, DESCRIPTORS),
             _lane(v, sample, head, v_batch, v_head, DESCRIPTORS),
             _lane(out, sample, head, out_batch, out_head, False),
-            k_high, k_low, v_mean, centre + wide * D, spread + wide * D,
+            k_mean, v_mean, centre + wide * D, spread + wide * D,
             entries, exact_pairs, sample, head, lane, block,
             tokens, blocks, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
             q_row, k_row, v_row, out_row,
@@ -65,7 +66,7 @@ def attend(
 
 @triton.jit
 def _tile(
-    q, k, v, out, k_high, k_low, v_mean, centre, spread, entries, exact_pairs, sample, head, lane, block,
+    q, k, v, out, k_mean, v_mean, centre, spread, entries, exact_pairs, sample, head, lane, block,
     tokens, blocks, scale, tau, sink_start, sink_stop, skip_start, skip_stop, q_row, k_row, v_row, out_row,
     D: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr, DESCRIPTORS: tl.constexpr,
     EXACT_VARIANCE: tl.constexpr, SHIFT: tl.constexpr,
@@ -88,37 +89,35 @@ def _tile(
     if EXACT_VARIANCE:
         squares = tl.zeros([GROUP], tl.float32)
         for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
-            high = _means(k_high, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
-            low = _means(k_low, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
-            away = tl.sum(_scores_of_both(queries, high, low) * (double / live), 0)
+            keys = _means(k_mean, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
+            away = tl.sum(tl.dot(queries, tl.trans(keys)) * (double / live), 0)
             squares += away * away  # 0 behind the last block
         deviation = tl.sqrt(tl.sum(squares, 0) / blocks + _VARIANCE_FLOOR)
     limit = tau * deviation * live / double  # of the sum over the rows
 
     # Routing and pooled terms, whose exponents lack `offset` until the loop is over, because the block means
-    # are centred. A column is many threads' work here, so there is little for each.
+    # are centred. What is done for a column here, all threads do, so those behind the last block are not
+    # masked: they count as exact, and end up behind the other entries.
     count = 0
     tail_log2 = tl.log2((tokens - last * BLOCK).to(tl.float32))
     tl.debug_barrier()  # every thread has read the entries of the query block before
     for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
-        high = _means(k_high, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
-        low = _means(k_low, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
+        keys = _means(k_mean, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
         values = _means(v_mean, lane, first, blocks, 0, D, D // HALVES, GROUP, DESCRIPTORS)
         rest = values
         if HALVES == 2:
             rest = _means(v_mean, lane, first, blocks, D // 2, D, D // 2, GROUP, DESCRIPTORS)
         j = first + tl.arange(0, GROUP)
-        scores = _scores_of_both(queries, high, low)
+        scores = tl.dot(queries, tl.trans(keys))
         exact = tl.sum(scores, 0) > limit
-        exact |= _within(j, block - 1, 3) | _within(j, sink_start, sink_stop - sink_start)
-        weight = tl.where(exact, _NEVER, tl.where(j < last, _LOG2_BLOCK, tail_log2))
-        weight = tl.where(j <= last, weight, _NEVER)
-        state = _absorb(
-            state, scores * double + weight[None, :], 1.0, values, rest, GROUP, HALVES, SHIFT, True
-        )
-        listed = (exact & (j <= last)).to(tl.int32)
+        exact |= _within(j, block - 1, 3) | _within(j, sink_start, sink_stop - sink_start) | (j > last)
+        weight = tl.where(exact, _NEVER, tl.where(j == last, tail_log2, _LOG2_BLOCK))
+        pooled = scores * double + weight[None, :]
+        state = _absorb(state, pooled, 1.0, values, rest, GROUP, HALVES, SHIFT, True)
+        listed = exact.to(tl.int32)
         tl.store(entries + count + tl.cumsum(listed, 0) - listed, j, mask=listed > 0)
         count += tl.sum(listed, 0)
+    count -= tl.cdiv(blocks, GROUP) * GROUP - blocks
     state = _moved(state, offset)
     tl.atomic_add(exact_pairs, count.to(tl.int64), sem="relaxed")
     tl.debug_barrier()  # every thread sees the entries
@@ -128,10 +127,10 @@ def _tile(
         whole = count
         if tl.load(entries + count - 1) == last:  # there is one, next to the diagonal
             whole -= 1
-        j = _entry(entries, 0, whole)
+        j = tl.load(entries)
         for n in tl.range(0, whole, num_stages=EXACT_STAGES):
             first = j * BLOCK
-            j = _entry(entries, n + 1, whole)
+            j = tl.load(entries + n + 1)  # carried along, so that its block can be fetched ahead
             state = _attended(
                 state, queries, k, v, sample, head, first, tokens, scale, k_row, v_row,
                 D, HALVES, DESCRIPTORS, SHIFT, False,
@@ -245,21 +244,9 @@ def _moved(state, offset):
 
 
 @triton.jit
-def _scores_of_both(queries, high, low):
-    """[64, GROUP]: queries times centred and halved means, nearly to the precision of fp32."""
-    return tl.dot(queries, tl.trans(low), tl.dot(queries, tl.trans(high)))
-
-
-@triton.jit
 def _within(j, start, length):
     """Whether each j is one of `length` numbers from `start` on: one comparison, as what is below wraps."""
     return (j - start).to(tl.uint32, bitcast=True) < tl.cast(length, tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _entry(entries, n, count):
-    """Entry `n`. A loop carries the next one along, so that its block can be fetched ahead."""
-    return tl.load(entries + n, mask=n < count, other=0)
 
 
 # --- loads and stores ----------------------------------------------------------------------------
@@ -307,10 +294,10 @@ def _means(
 def _store(out, state, first, start, stop, row_stride, D: tl.constexpr, HALVES: tl.constexpr):
     """Writes those of 64 rows from `first` on that lie in [start, stop)."""
     acc, more, _, parts = state
-    total = tl.sum(parts, 1)
+    share = 1.0 / tl.sum(parts, 1)
     row = first + tl.arange(0, BLOCK)
     there = ((row >= start) & (row < stop))[:, None]
     out += row.to(tl.int64)[:, None] * row_stride + tl.arange(0, D // HALVES)
-    tl.store(out, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
+    tl.store(out, (acc * share[:, None]).to(out.dtype.element_ty), mask=there)
     if HALVES == 2:
-        tl.store(out + D // 2, (more / total[:, None]).to(out.dtype.element_ty), mask=there)
+        tl.store(out + D // 2, (more * share[:, None]).to(out.dtype.element_ty), mask=there)

@@ -3,9 +3,8 @@
 Imported when the provider `builtin` is first used, because Triton is optional. A lane is one head of one
 sample; k and v are addressed by their strides of [B, T, H, D], everything else is contiguous.
 
-Means of keys are kept as the sum of two numbers of their dtype, high and low: one would route pairs near the
-threshold the other way. They are centred because real keys have channels that are large and nearly constant,
-next to which a bf16 number has nothing left for what differs from block to block.
+Means of keys are centred before they are rounded to the keys' dtype, because real keys have channels that are
+large and nearly constant, next to which a bf16 number has nothing left for what differs from block to block.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ PLAIN = [
 
 @triton.jit(do_not_specialize=PLAIN)
 def block_means(
-    k, v, k_high, k_low, v_mean, tokens, blocks, heads,
+    k, v, k_mean, v_mean, tokens, blocks, heads,
     k_batch, k_row, k_head, v_batch, v_row, v_head, D: tl.constexpr,
 ):  # fmt: skip
-    """Means over the live rows of each block: of k as a sum of two of its dtype, of v rounded to it.
-
-    Grid (lanes * blocks,). k_high, k_low, v_mean: [lanes, blocks, D].
-    """
+    """Means over the live rows of each block. Grid (lanes * blocks,). k_mean, v_mean: [lanes, blocks, D]."""
     block = tl.program_id(0) % blocks
     lane = (tl.program_id(0) // blocks).to(tl.int64)
-    column = tl.arange(0, D)
     first = block * BLOCK
     # Divided before they are added: 64 of the largest bf16 numbers are more than fp32 holds.
     share = 1.0 / tl.minimum(tokens - first, BLOCK).to(tl.float32)
@@ -40,40 +35,34 @@ def block_means(
     v += lane // heads * v_batch + lane % heads * v_head
     keys = masked_rows(k, first, tokens, k_row, D).to(tl.float32)
     values = masked_rows(v, first, tokens, v_row, D).to(tl.float32)
-    mean = tl.sum(keys * share, 0)
-    high = mean.to(k_high.dtype.element_ty)
-    place = (lane * blocks + block) * D + column
-    tl.store(k_high + place, high)
-    tl.store(k_low + place, (mean - high.to(tl.float32)).to(k_low.dtype.element_ty))
+    place = (lane * blocks + block) * D + tl.arange(0, D)
+    tl.store(k_mean + place, tl.sum(keys * share, 0))
     tl.store(v_mean + place, tl.sum(values * share, 0).to(v_mean.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def centre_keys(k_high, k_low, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
-    """Subtracts from each block mean of the keys, in place, the mean of all, and halves what is left.
+def centre_keys(k_mean, centred, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
+    """Half of what the mean of each block of keys differs from the mean of all by.
 
-    Halved, because two numbers of a dtype can be further apart than its largest one. Grid (lanes,). centre,
-    spread: [lanes, D] fp32, mean and standard deviation over the blocks of what there was before.
+    Halved, because two numbers of a dtype can be further apart than its largest one. Grid (lanes,). k_mean:
+    [lanes, blocks, D] fp32; centred: the same in the dtype of the keys. centre, spread: [lanes, D] fp32, mean
+    and standard deviation over the blocks.
     """
     lane = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, D)
-    k_high += lane * blocks * D
-    k_low += lane * blocks * D
+    k_mean += lane * blocks * D
+    centred += lane * blocks * D
     share = 1.0 / blocks.to(tl.float32)
     mean = tl.zeros([D], tl.float32)
     for first in range(0, blocks, GROUP):
-        mean += tl.sum(_sum_of_both(k_high, k_low, first, blocks, D, GROUP) * share, 0)
+        mean += tl.sum(group(k_mean, first, blocks, D, D, GROUP) * share, 0)
     variance = tl.zeros([D], tl.float64)  # squares of numbers that fp32 just holds
     for first in range(0, blocks, GROUP):
         block = first + tl.arange(0, GROUP)
         there = (block < blocks)[:, None]
-        half = _sum_of_both(k_high, k_low, first, blocks, D, GROUP) * 0.5 - mean * 0.5
-        half = tl.where(there, half, 0.0)
+        half = tl.where(there, group(k_mean, first, blocks, D, D, GROUP) * 0.5 - mean * 0.5, 0.0)
         variance += tl.sum(half.to(tl.float64) * half.to(tl.float64), 0) * share
-        high = half.to(k_high.dtype.element_ty)
-        place = block[:, None] * D + column
-        tl.store(k_high + place, high, mask=there)
-        tl.store(k_low + place, (half - high.to(tl.float32)).to(k_low.dtype.element_ty), mask=there)
+        tl.store(centred + block[:, None] * D + column, half.to(centred.dtype.element_ty), mask=there)
     tl.store(centre + lane * D + column, mean)
     tl.store(spread + lane * D + column, (2 * tl.sqrt(variance)).to(tl.float32))
 
@@ -92,10 +81,3 @@ def group(means, first, blocks, D: tl.constexpr, W: tl.constexpr, GROUP: tl.cons
     """[GROUP, W] of one lane's block means, 0 behind the last one."""
     block = first + tl.arange(0, GROUP)
     return tl.load(means + block[:, None] * D + tl.arange(0, W), mask=(block < blocks)[:, None], other=0.0)
-
-
-@triton.jit
-def _sum_of_both(k_high, k_low, first, blocks, D: tl.constexpr, GROUP: tl.constexpr):
-    """[GROUP, D] of one lane's block means of the keys, in fp32."""
-    high = group(k_high, first, blocks, D, D, GROUP).to(tl.float32)
-    return high + group(k_low, first, blocks, D, D, GROUP).to(tl.float32)

@@ -20,6 +20,7 @@ _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
 
 # For each multiprocessor; registers leave room for no more.
 _PROGRAMS = 2
+_MOST_IN_A_GROUP = 128  # beyond its blocks, a program notes the columns that fill up its last group
 
 
 def sol_triton(
@@ -71,14 +72,13 @@ def sol_triton(
     start, stop = max(sink_queries[0], 0), min(sink_queries[1], tokens)
     skip = (start, stop) if start < stop else (tokens, 0)
     with _on(q.device):
-        k_high, k_low, v_mean, *moments = prepare(k, v)
-        entries = torch.empty(programs, blocks, dtype=torch.int32, device=q.device)
+        k_mean, v_mean, *moments = prepare(k, v)
+        entries = torch.empty(programs, blocks + _MOST_IN_A_GROUP, dtype=torch.int32, device=q.device)
         exact_pairs, next_tile = torch.zeros(2, dtype=torch.int64, device=q.device).split(1)
-        tensors, means, part = (q, k, v), (k_high, k_low, v_mean), head_dim // tile.halves
+        tensors, means, part = (q, k, v), (k_mean, v_mean), head_dim // tile.halves
         if descriptors:
-            widths = (head_dim, head_dim, part)
-            tensors = [_described(t, (1, BLOCK, 1, width)) for t, width in zip(tensors, widths, strict=True)]
-            means = [_described(t, (1, tile.group, width)) for t, width in zip(means, widths, strict=True)]
+            tensors = [_described(t, (1, BLOCK, 1, w)) for t, w in ((q, head_dim), (k, head_dim), (v, part))]
+            means = [_described(t, (1, tile.group, w)) for t, w in ((k_mean, head_dim), (v_mean, part))]
         kernels.attend[(programs,)](
             *tensors, out, *means, *moments, entries, next_tile.view(torch.int32), exact_pairs,
             tokens, blocks, heads, tiles, s, float(tau), *blocks_of(sink_keys), *skip,
@@ -103,18 +103,21 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v: [B, T, H, D] as `sol_triton` takes them, on the current device.
 
     Returns:
-        Block means of k, centred and halved, as a sum of two numbers of its dtype, and of v: 3 x [B * H,
-        blocks, D]. Mean and deviation of the former over the blocks, before that: 2 x [B * H, D], fp32.
+        Block means of k, centred and halved, and of v: 2 x [B * H, blocks, D]. Mean and deviation of the
+        former over the blocks, before that: 2 x [B * H, D], fp32.
     """
     from . import sol_means as kernels
 
     batch, tokens, heads, head_dim = k.shape
     blocks, lanes = -(-tokens // BLOCK), batch * heads
-    means = torch.empty(3, lanes, blocks, head_dim, dtype=k.dtype, device=k.device)
+    k_mean = torch.empty(lanes, blocks, head_dim, dtype=torch.float32, device=k.device)
+    centred, v_mean = torch.empty(2, lanes, blocks, head_dim, dtype=k.dtype, device=k.device)
     moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=k.device)
-    kernels.block_means[(lanes * blocks,)](k, v, *means, tokens, blocks, heads, *_strides(k, v), D=head_dim)
-    kernels.centre_keys[(lanes,)](*means[:2], *moments, blocks, D=head_dim, GROUP=BLOCK)
-    return (*means, *moments)
+    kernels.block_means[(lanes * blocks,)](
+        k, v, k_mean, v_mean, tokens, blocks, heads, *_strides(k, v), D=head_dim
+    )
+    kernels.centre_keys[(lanes,)](k_mean, centred, *moments, blocks, D=head_dim, GROUP=BLOCK)
+    return centred, v_mean, *moments
 
 
 def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> None:

@@ -174,12 +174,21 @@ def first_sample(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor[:1] for tensor in tensors)
 
 
-def cuda_milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = TIMED_RUNS) -> float:
-    """Median milliseconds of a function that was run before, from its call to its end on the device."""
+def cuda_milliseconds(
+    function: Callable[[], Any], device: torch.device, repeats: int = TIMED_RUNS, alone: bool = False
+) -> float:
+    """Median milliseconds of a function that was run before.
+
+    Args:
+        alone: from the call on the host to the end on the device. Otherwise each timed call follows another,
+            so that the host is ahead as it is within a model, and what it needs to launch does not count.
+    """
     times = []
     with torch.cuda.device(device):
         for _ in range(repeats):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if not alone:
+                function()
             start.record()
             function()
             stop.record()
