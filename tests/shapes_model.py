@@ -22,6 +22,7 @@ WEIGHTS = Path(__file__).resolve().parent / "models" / "shapes_wan.safetensors"
 
 # How it is sampled unless a caller says otherwise: 2,048 tokens, the size it has seen most.
 STEPS = 8
+CFG = 3.0
 SIZE, FRAMES = 64, 8
 SAMPLER, SCHEDULER = "euler", "simple"
 
@@ -114,11 +115,17 @@ class _NoiseOfEach:
 
 
 def sample(
-    patcher: Any, wanted: Sequence[Case], *, steps: int = STEPS, size: int = SIZE, frames: int = FRAMES
+    patcher: Any,
+    wanted: Sequence[Case],
+    *,
+    steps: int = STEPS,
+    cfg: float = CFG,
+    size: int = SIZE,
+    frames: int = FRAMES,
 ) -> torch.Tensor:
-    """Samples videos as one batch, by core's own nodes (SamplerCustomAdvanced, cfg 1).
+    """Samples videos as one batch, by core's own nodes (CFGGuider, SamplerCustomAdvanced).
 
-    A video does not depend on the others in the batch, but for rounding.
+    A video does not depend on the others in the batch, but for rounding. The negative caption is none.
 
     Returns:
         [B, frames, size, size, 3] in 0..1, fp32 on the CPU.
@@ -130,11 +137,14 @@ def sample(
 
     run = inprocess.run_node
     text = torch.stack([embed(parse_caption(case.caption)) for case in wanted])
+    negative = embed(()).expand_as(text)
     empty = run(EmptyHunyuanLatentVideo, batch_size=len(wanted), **latent_inputs(size, frames))[0]
     result = run(
         core.SamplerCustomAdvanced,
         noise=_NoiseOfEach([case.seed for case in wanted]),
-        guider=run(core.BasicGuider, model=patcher, conditioning=[[text, {}]])[0],
+        guider=run(core.CFGGuider, model=patcher, positive=[[text, {}]], negative=[[negative, {}]], cfg=cfg)[
+            0
+        ],
         sampler=run(core.KSamplerSelect, sampler_name=SAMPLER)[0],
         sigmas=run(core.BasicScheduler, model=patcher, scheduler=SCHEDULER, steps=steps, denoise=1.0)[0],
         latent_image=empty,

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import shapes_model
 import torch
 from comfyui import inprocess
 from comfyui.builders import TinyModel
@@ -39,6 +40,8 @@ MODELS = {
         {"width": 1344, "height": 768, "length": 22},  # 7,386 tokens
     ),
 }
+# The paper's recipe, on the 2,048 tokens of the shipped model.
+SHAPES_SOL = {"min_tokens": 1, "dense_percent": 0.2}
 # Self-attention calls of one evaluation, one for each block.
 BLOCKS = 4
 
@@ -225,3 +228,30 @@ def test_memory_returns_to_the_start(comfy: ModuleType, case: Case, provider: st
     gc.collect()
     comfy.unload_all()
     assert torch.cuda.memory_allocated() - start < 16 * MIB
+
+
+@pytest.mark.parametrize("provider", ["builtin"])
+@pytest.mark.parametrize("tau", [1.0, 1.5])
+def test_builtin_is_as_close_on_the_shipped_model(comfy: ModuleType, provider: str, tau: float) -> None:
+    """A model that has learned something: PSNR of its frames against those of dense attention."""
+    kernels = inprocess.pack_module("kernels_glue.attention.providers").PROVIDERS
+    final = inprocess.pack_module("kernels_glue.compare.metrics").final
+    with torch.inference_mode():
+        source = comfy.load_unet(shapes_model.model().path)
+        cases = shapes_model.cases(12)
+        exact = shapes_model.sample(source, cases)
+        decibels = {}
+        for name in ("builtin", "kitchen", "nvlabs", "triton"):
+            if kernels[name].missing(torch.device("cuda")):
+                continue
+            options = {**SHAPES_SOL, "provider": name, "tau": tau}
+            patched = shapes_model.applied(source, sol=options)
+            frames = shapes_model.sample(patched, cases)
+            if tally_of(patched).sparse[name]:
+                scores = [
+                    final(one, other, images=True, lpips=False).psnr
+                    for one, other in zip(frames, exact, strict=True)
+                ]
+                decibels[name] = sum(scores) / len(scores)
+    print({name: round(value, 2) for name, value in decibels.items()})
+    assert decibels["builtin"] > max(decibels.values()) - 0.5

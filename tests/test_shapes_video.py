@@ -131,9 +131,11 @@ def test_the_server_draws_the_same_video(comfy: ModuleType, server: ComfyServer)
         model_nodes=[("KitchenInt8QuantizeModel", int8)],
         steps=2,
         seed=case.seed,
+        cfg=shapes_model.CFG,
         latent=shapes_model.latent_inputs(**TINY),
     )
     graph["positive"] = graphs.node("TestShapesCaption", text=case.caption)
+    graph["negative"] = graphs.node("TestShapesCaption", text="")
     graph["sampler"]["inputs"]["model"] = ["unet", 0]
     graph["frames"] = graphs.node("TestShapesVideo", samples=["sampler", 0])
     graph["vae"] = graphs.node("TestShapesVAE")
@@ -146,10 +148,11 @@ def test_the_server_draws_the_same_video(comfy: ModuleType, server: ComfyServer)
     graph["compare"] = graphs.node(
         "KitchenCompareModels",
         model=["model_1", 0],
+        add_noise=True,
         noise_seed=case.seed,
-        cfg=1.0,
+        cfg=shapes_model.CFG,
         positive=["positive", 0],
-        negative=["positive", 0],
+        negative=["negative", 0],
         sampler=["solver", 0],
         sigmas=["sigmas", 0],
         latent_image=["empty", 0],
@@ -166,6 +169,7 @@ def test_the_server_draws_the_same_video(comfy: ModuleType, server: ComfyServer)
     assert torch.allclose(frames_of(server.latent()), expected, atol=1e-3)
     assert torch.allclose(frames_of(server.latent("shapes_again")), expected, atol=1e-3)
     assert len(run.outputs["picture"]["images"]) == TINY["frames"]
+
     assert "(images)" in run.outputs["report"]["text"][0].splitlines()[0]
 
 

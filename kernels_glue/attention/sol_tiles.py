@@ -40,7 +40,7 @@ class Tile:
 # of which a multiprocessor has 227 KiB. The others read them from registers, and all but A100 have 99 KiB.
 _HOPPER = (
     Tile(64, 1, 2, 3, True),
-    Tile(64, 1, 2, 2, True),
+    Tile(64, 1, 3, 3, True),
     Tile(32, 1, 2, 3, True),
     Tile(32, 1, 2, 3),
 )
