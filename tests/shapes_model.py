@@ -22,7 +22,7 @@ WEIGHTS = Path(__file__).resolve().parent / "models" / "shapes_wan.safetensors"
 
 # How it is sampled unless a caller says otherwise: 2,048 tokens, the size it has seen most.
 STEPS = 8
-CFG = 3.0
+CFG = 5.0
 SIZE, FRAMES = 64, 8
 SAMPLER, SCHEDULER = "euler", "simple"
 

@@ -20,7 +20,7 @@ from demo_table import BOTH, INT8, MODEL, SOL, Row, Setting, problems, settings,
 
 def test_without_arguments_both_parts_run() -> None:
     options = read_options([])
-    assert options.parts == PARTS and options.families is None and options.seeds == 2
+    assert options.parts == PARTS and options.families is None and options.seeds == 1
     assert options.picture.parts[-3:] == (".dev", "demo", "shapes.png")
 
 

@@ -20,10 +20,6 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
 from demo_table import BOTH, INT8, SOL, Setting
 
-pytestmark = pytest.mark.skipif(
-    not shapes_model.WEIGHTS.is_file(), reason="the shipped model is not trained yet"
-)
-
 # PSNR of the frames (peak 1) against the model without the pack, in dB; no seed may be below. The spread is
 # that of `python tools/dev.py demo --only fidelity --seeds 4`; sinks: what their test prints (pytest -s).
 #

@@ -53,10 +53,11 @@ def check(tensors: tuple[torch.Tensor, ...], tile: Any = None, **options: Any) -
     result, right = kernel.sol_triton(*tensors, tile=tile, **options), expected(*tensors, **options)
     assert result.out.isfinite().all()
     assert difference(result.out, right.out) < ROUNDING[tensors[0].dtype]
-    # fp32 routes a pair the other way only where it lies on the threshold.
+    # Means are rounded once, by a thousandth of the deviation of the scores (2^-9 / sqrt(3) in bf16), and one
+    # pair in 2,000 is as close to the threshold.
     batch, tokens, heads, _ = tensors[0].shape
     pairs = batch * heads * (-(-tokens // 64)) ** 2
-    assert float(result.density) == pytest.approx(float(right.density), abs=max(1e-4, 2.5 / pairs))
+    assert float(result.density) == pytest.approx(float(right.density), abs=max(5e-4, 2.5 / pairs))
     return right
 
 

@@ -21,6 +21,7 @@ from comfyui.testnodes.shapes import (
     parse_caption,
     unfold,
 )
+from safetensors import safe_open
 from shapes_detector import look, shows
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
@@ -258,8 +259,6 @@ def test_the_phases_cover_the_training_in_usual_sizes():
 
 
 def test_the_command_writes_a_model_that_comfyui_loads_as_wan(tmp_path, capsys):
-    from safetensors import safe_open
-
     path = tmp_path / "model.safetensors"
     assert (
         train_demo_model.main(["--out", str(path), "--stop-at", "3", "--seed", "5", "--check", "1"], SMALL)
@@ -309,3 +308,20 @@ def test_a_recorded_training_step_is_the_plain_one() -> None:
     another = Trainer(replace(SMALL, seed=1), torch.device("cuda"))
     another.run(1)
     assert another.losses[0] != plain.losses[0]
+
+
+def test_the_second_run_repeats_the_shipped_one():
+    """docs/training.md: a fifth of its steps, on another GPU of the same kind, to the last digit."""
+    folder = Path(__file__).resolve().parent.parent / "docs" / "training"
+    first, again = (
+        (folder / name).read_text(encoding="utf-8").splitlines() for name in ("loss.csv", "loss_again.csv")
+    )
+    with safe_open(shapes_model.WEIGHTS, "pt") as file:
+        metadata = file.metadata()
+    steps = int(metadata["steps"])
+    assert len(first) == 1 + steps == 1 + Settings().steps and int(metadata["seed"]) == Settings().seed
+    assert len(again) == 1 + steps // 5
+    assert again == first[: len(again)]
+    last = [float(line.split(",")[1]) for line in first[-100:]]
+    assert float(metadata["loss"]) == pytest.approx(sum(last) / 100, abs=1e-6)
+    assert shapes_model.WEIGHTS.stat().st_size <= 12_000_000

@@ -13,10 +13,6 @@ from comfyui.server import ComfyServer
 from comfyui.testnodes import shapes_nodes
 from comfyui.testnodes.shapes import caption_conditioning, fold, frames_of, latent_of
 
-needs_weights = pytest.mark.skipif(
-    not shapes_model.WEIGHTS.is_file(), reason="the shipped model is not trained yet"
-)
-
 # 32 x 32 pixels and two frames: 128 tokens.
 TINY = {"size": 32, "frames": 2}
 
@@ -105,7 +101,6 @@ def test_quick_products_have_the_same_bits() -> None:
     assert int(slow[0, 0]) == 2048 * 128**2
 
 
-@needs_weights
 def test_a_video_does_not_depend_on_its_batch(comfy: ModuleType) -> None:
     model = comfy.load_unet(shapes_model.model().path)
     both = shapes_model.sample(model, shapes_model.cases(2), steps=2, **TINY)
@@ -119,7 +114,6 @@ def test_a_video_does_not_depend_on_its_batch(comfy: ModuleType) -> None:
 # --- on the server ------------------------------------------------------------------------------
 
 
-@needs_weights
 def test_the_server_draws_the_same_video(comfy: ModuleType, server: ComfyServer) -> None:
     """KSampler, the three nodes, core's VAE Decode, and Kitchen Compare Models with the VAE, in one graph."""
     tiny = shapes_model.model()

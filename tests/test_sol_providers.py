@@ -54,12 +54,18 @@ def test_table_has_the_options_of_the_node() -> None:
 
 @pytest.mark.parametrize(
     ("sm", "first"),
-    [((9, 0), "nvlabs"), ((10, 0), "nvlabs"), ((8, 9), "kitchen"), ((12, 0), "kitchen"), ((8, 6), "kitchen")],
+    [
+        ((9, 0), "builtin"),
+        ((10, 0), "builtin"),
+        ((8, 9), "kitchen"),
+        ((12, 0), "kitchen"),
+        ((8, 6), "kitchen"),
+    ],
 )
-def test_auto_tries_the_fastest_first(sm: tuple[int, int], first: str) -> None:
+def test_auto_looks_at_all_kernels(sm: tuple[int, int], first: str) -> None:
+    """The first is for calls that cannot be timed: docs/measured.md for SM 9.0, public tables elsewhere."""
     order = providers.auto_order(sm)
-    assert order[0] == first and sorted(order) == ["kitchen", "nvlabs", "triton"]
-    assert order[-1] == "triton"
+    assert order[0] == first and sorted(order) == ["builtin", "kitchen", "nvlabs", "triton"]
 
 
 def test_auto_without_an_nvidia_gpu_finds_no_kernel_on_a_cpu() -> None:
@@ -244,7 +250,7 @@ def test_builtin_passes_everything_on(monkeypatch: pytest.MonkeyPatch, strided: 
     """In Triton's interpreter, with a choice of tile that needs no clock."""
     pytest.importorskip("triton")
     compute_in_bf16(monkeypatch)
-    tile = tiles.Tile(2, 16, 1, 1, 1)
+    tile = tiles.Tile(16, 1, 1, 1)
     asked: list[Any] = []
     chooser = types.SimpleNamespace(choose=lambda *about: asked.append(about) or tile)
     provider = type(BUILTIN)(chooser)

@@ -29,26 +29,22 @@ from comfyui import inprocess
 
 def main(argv: Sequence[str]) -> int:
     options = read_options(argv)
-    parts = set(options.parts)
-    if "fidelity" in parts:
+    if "fidelity" in options.parts:
         try:
             shapes_model.require_weights()
         except FileNotFoundError as error:
-            if parts == {"fidelity"}:
-                say(f"error: {error}")
-                return 2
-            say(f"the second part is left out: {error}")
-            parts.remove("fidelity")
+            say(f"error: {error}")
+            return 2
     started = time.monotonic()
     arguments = device_args()
     inprocess.start()
     fine = True
-    if "int8" in parts:
+    if "int8" in options.parts:
         import demo_int8
 
         title("INT8, by model family")
         fine &= demo_int8.run(options.families, arguments)
-    if "fidelity" in parts:
+    if "fidelity" in options.parts:
         import demo_fidelity
 
         title("what INT8 and Sol cost, on a trained model")

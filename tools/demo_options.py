@@ -13,7 +13,7 @@ FAMILIES = ("wan", "h3", "flux")
 PARTS = ("int8", "fidelity")
 
 _PICTURE = DEV / "demo" / "shapes.png"
-_SEEDS = 2
+_SEEDS = 1
 _MOST_SEEDS = 64
 
 

@@ -22,8 +22,7 @@ _SPLIT_SM, _SPLIT_TOKENS, _SPLITS = (9, 0), 65536, 4
 def auto_order(sm: tuple[int, int] | None) -> tuple[str, ...]:
     """The providers that `auto` looks at; where several can run a call, a timing on the device decides.
 
-    The first is taken where nothing can be timed. The reference is for those who ask for it, and so is
-    `builtin` until docs/measured.md has its measurement.
+    The first is taken where nothing can be timed. The reference is for those who ask for it.
 
     Args:
         sm: compute capability of an NVIDIA GPU; None for anything else, where only comfy_kitchen may have
@@ -31,7 +30,9 @@ def auto_order(sm: tuple[int, int] | None) -> tuple[str, ...]:
     """
     if sm is None:
         return ("kitchen",)
-    return ("nvlabs", "kitchen", "triton") if sm in _CUTE_SM else ("kitchen", "nvlabs", "triton")
+    if sm in _CUTE_SM:
+        return ("builtin", "nvlabs", "triton", "kitchen")
+    return ("kitchen", "builtin", "nvlabs", "triton")
 
 
 def kv_splits_for(choice: str, sm: tuple[int, int] | None, tokens: int) -> int:
