@@ -64,7 +64,7 @@ def _others(caption: str) -> tuple[str, str]:
 
 
 def test_the_shipped_model_draws_what_the_caption_says(comfy: ModuleType) -> None:
-    """Takes minutes: 64 videos of 2,048 tokens in 8 Euler steps."""
+    """Takes ten minutes: 64 videos of 2,048 tokens in 8 Euler steps, each with a caption and without."""
     cases = shapes_model.cases(SEEDS)
     videos = _videos(comfy.load_unet(shapes_model.model().path), cases, steps=STEPS)
     captions = [case.caption for case in cases]
@@ -84,4 +84,6 @@ def test_an_untrained_model_does_not(comfy: ModuleType, tmp_path: Path) -> None:
     cases = shapes_model.cases(SEEDS)
     videos = _videos(patcher, cases, steps=1, cfg=1.0)
     assert np.allclose(_videos(patcher, cases[:1], steps=3), videos[:1], atol=1e-5)
-    assert _share(videos, [case.caption for case in cases]) < MOST_OF_UNTRAINED
+    found = _share(videos, [case.caption for case in cases])
+    print(f"found: {found:.0%}")
+    assert found < MOST_OF_UNTRAINED

@@ -13,6 +13,7 @@ another field z'. Softmax then prefers keys of the same place and time, as in a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -169,21 +170,21 @@ class Bench:
         sm = inprocess.pack_module("kernels_glue.attention.devices").sm_of(self.device)
         everything = sum(t.nbytes for t in (self.q, self.k, self.v)) / MIB
 
-        def run(tile: Any) -> Any:
-            return kernel.sol_triton(self.q, self.k, self.v, tile=tile)
+        def run(tile: Any, tau: float = 1.0) -> Any:
+            return kernel.sol_triton(self.q, self.k, self.v, tau=tau, tile=tile)
 
-        times = {}
-        for tile in cuts.tiles_for(sm):
+        works = []
+        for tau, tile in itertools.product(self.options.taus, cuts.tiles_for(sm)):
+            name = f"builtin tau {tau:g}, cut {tile}"
             try:
-                times[tile] = self._time(lambda tile=tile: run(tile))
-                self.row(f"builtin tau 1, cut {tile}", ms=times[tile])
+                self.row(name, ms=self._time(lambda tile=tile, tau=tau: run(tile, tau)))
+                works.append(tile)
             except Exception as error:
-                self.row(f"builtin tau 1, cut {tile}", failed=str(error).splitlines()[0])
-        if not times:
+                self.row(name, failed=str(error).splitlines()[0])
+        if not works:
             return
-        best = min(times, key=times.__getitem__)
-        result = run(best)
-        scratch = self._extra(lambda: run(best).out)
+        result = run(works[0])
+        scratch = self._extra(lambda: run(works[0]).out)
         self.row(
             "builtin: preparation, scratch, its own count",
             ms=self._time(lambda: kernel.prepare(self.k, self.v)),
