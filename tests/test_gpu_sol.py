@@ -254,4 +254,5 @@ def test_builtin_is_as_close_on_the_shipped_model(comfy: ModuleType, provider: s
                 ]
                 decibels[name] = sum(scores) / len(scores)
     print({name: round(value, 2) for name, value in decibels.items()})
+    assert "builtin" in decibels and decibels["builtin"] > 15
     assert decibels["builtin"] > max(decibels.values()) - 0.5

@@ -24,7 +24,9 @@ reference = inprocess.pack_module("kernels_glue.attention.reference")
 BF16, FP16 = torch.bfloat16, torch.float16
 # By tensor descriptors, and by pointers with the values in halves; groups so small that there are several.
 DESCRIBED, POINTED = tiles.Tile(16, 1, 1, 1, True), tiles.Tile(16, 2, 1, 1)
+OTHERS = [tiles.Tile(16, 2, 1, 1, True), tiles.Tile(16, 1, 1, 1)]
 BOTH = pytest.mark.parametrize("tile", [DESCRIBED, POINTED], ids=["descriptors", "pointers"])
+ALL = pytest.mark.parametrize("tile", [DESCRIBED, POINTED, *OTHERS], ids=str)
 # Rounding of the weights and of the output to the dtype of q.
 ROUNDING = {BF16: 5e-3, FP16: 1e-3}
 
@@ -52,23 +54,22 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = DESCRIB
     result, right = run(q, k, v, tile, **options), expected(q, k, v, **options)
     assert result.out.dtype == q.dtype and result.out.shape == q.shape and result.out.is_contiguous()
     assert difference(result.out, right.out) < ROUNDING[q.dtype]
-    # A rounded mean routes a pair the other way where it lies on the threshold.
-    pairs = q.shape[0] * q.shape[2] * (-(-q.shape[1] // 64)) ** 2
-    assert float(result.density) == pytest.approx(float(right.density), abs=1.5 / pairs)
+    # On a GPU, with more pairs, some lie so near the threshold that a rounded mean routes them the other way.
+    assert float(result.density) == pytest.approx(float(right.density), rel=1e-6)
     return right
 
 
 # --- the reference -------------------------------------------------------------------------------
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (63, 3), (64, 1), (65, 2), (127, 1), (200, 2)])
 def test_short_sequences(tokens: int, batch: int, dtype: torch.dtype, tile: Any) -> None:
     check(*smooth_qkv(tokens, 2, 64, batch, dtype, seed=tokens), tile, tau=0.5)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("thresh_type", ["diag", "exact"])
 @pytest.mark.parametrize(("tokens", "head_dim", "dtype"), [(1031, 128, BF16), (1100, 64, FP16)])
 def test_routing(tokens: int, head_dim: int, dtype: torch.dtype, thresh_type: str, tile: Any) -> None:
@@ -147,16 +148,35 @@ def test_query_sinks_reach_no_further_than_the_sequence() -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_views_are_read_as_they_are() -> None:
-    """Of a fused projection, of another order of dimensions, and off the 16 bytes that a load would like."""
+def test_views_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a fused projection and of another order of dimensions by descriptors; by pointers what these cannot
+    describe: views off the 16 bytes that a copy begins on, and those that repeat.
+    """
     q, k, v = smooth_qkv(200, 2, 64, 2, FP16, seed=8)
-    plain = run(q, k, v, tau=0.5).out
-    assert torch.equal(run(*of_fused(q, k, v), tau=0.5).out, plain)
-    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-    assert torch.equal(run(*turned, tau=0.5).out, plain)
+    plain = run(q, k, v, POINTED, tau=0.5).out
+    described = []
+    describe = sol_triton._described
+    monkeypatch.setattr(
+        sol_triton, "_described", lambda *tensor: described.append(tensor) or describe(*tensor)
+    )
+
+    def by_descriptors(*tensors: torch.Tensor) -> bool:
+        described.clear()
+        assert difference(run(*tensors, tau=0.5).out, plain) < 1e-3
+        assert len(described) in (0, 5)
+        return bool(described)
+
+    assert by_descriptors(q, k, v) and by_descriptors(*of_fused(q, k, v))
+    assert by_descriptors(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)))
     crooked = torch.zeros(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape).copy_(k)
     wide = torch.full((2, 200, 2, 67), torch.nan, dtype=v.dtype)[..., :64].copy_(v)
-    assert torch.equal(run(q, crooked, wide, tau=0.5).out, plain)
+    assert not by_descriptors(q, crooked, v) and not by_descriptors(q, k, wide)
+    one = [t[:1, :, :1] for t in (q, k, v)]
+    plain = run(*one, POINTED, tau=0.5).out
+    # Of a dimension of one element any stride is as good.
+    assert by_descriptors(*(t.as_strided(t.shape, (3, t.stride(1), 5, 1)) for t in one))
+    plain = run(*(t.expand(2, -1, 2, -1).contiguous() for t in one), POINTED, tau=0.5).out
+    assert not by_descriptors(*(t.expand(2, -1, 2, -1) for t in one))
 
 
 @pytest.mark.parametrize("tokens", [65, 449])

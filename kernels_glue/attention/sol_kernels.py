@@ -16,12 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sol_means import BLOCK, PLAIN, group, masked_rows
+from .sol_means import BLOCK, MOST_IN_A_GROUP, PLAIN, group, masked_rows
 
 _LOG2_BLOCK = tl.constexpr(6.0)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
-_MOST_IN_A_GROUP = tl.constexpr(128)
 # Sums of weights are kept apart for so many columns until the end: of eight neighbours a thread has the
 # same two everywhere, so adding them needs no exchange among threads.
 _APART = tl.constexpr(8)
@@ -39,12 +38,12 @@ def attend(
     """Sol attention; each program takes query blocks until none is left.
 
     Grid: any, best what the device holds; programs tell each other nothing but which query block is next.
-    entries: [programs, blocks + 128] int32, scratch. next_tile (int32) and exact_pairs (int64) begin at 0.
-    scale: with log2(e) in it. Query blocks inside of the rows [skip_start, skip_stop) are left out, though
-    pairs are counted. HALVES: into how many parts of D the products with the values are cut; in 2 Triton
-    shares rows and not columns among the warps of an older GPU.
+    entries: [programs, blocks + MOST_IN_A_GROUP] int32, scratch. next_tile (int32) and exact_pairs (int64)
+    begin at 0. scale: with log2(e) in it. Query blocks inside of the rows [skip_start, skip_stop) are left
+    out, though their pairs are counted. HALVES: into how many parts of D the products with the values are
+    cut; in 2 Triton shares rows and not columns among the warps of an older GPU.
     """
-    entries += tl.program_id(0).to(tl.int64) * (blocks + _MOST_IN_A_GROUP)
+    entries += tl.program_id(0).to(tl.int64) * (blocks + MOST_IN_A_GROUP)
     tile = tl.atomic_add(next_tile, 1, sem="relaxed")
     while tile < tiles:
         lane, block = tile // blocks, tile % blocks
@@ -73,6 +72,7 @@ def _tile(
     POOLED_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query block."""
+    tl.static_assert(GROUP <= MOST_IN_A_GROUP)
     column = tl.arange(0, D)
     last = blocks - 1
     row = block * BLOCK

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(64)
+# Beyond its exact blocks, a program of `attend` notes the columns that fill up its last group.
+MOST_IN_A_GROUP = tl.constexpr(128)
 # Numbers that differ from call to call; a kernel would be compiled anew where one is 1 or a multiple of 16.
 PLAIN = [
     "tokens", "blocks", "heads", "tiles", "start", "stop",

@@ -36,8 +36,9 @@ class Tile:
         return "-".join(str(int(part)) for part in astuple(self))
 
 
-# The first is taken where nothing can be timed. Hopper's tensor cores read their operands from shared memory,
-# of which a multiprocessor has 227 KiB. The others read them from registers, and all but A100 have 99 KiB.
+# The first is taken where nothing can be timed. The tensor cores of Hopper and of the large Blackwells read
+# their operands from shared memory, of which a multiprocessor has 227 KiB. The others read them from
+# registers, and all but A100 have 99 KiB. What no descriptor can describe is read by pointers.
 _HOPPER = (
     Tile(64, 1, 2, 3, True),
     Tile(64, 1, 3, 3, True),

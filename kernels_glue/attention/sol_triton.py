@@ -20,7 +20,6 @@ _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
 
 # For each multiprocessor; registers leave room for no more.
 _PROGRAMS = 2
-_MOST_IN_A_GROUP = 128  # beyond its blocks, a program notes the columns that fill up its last group
 
 
 def sol_triton(
@@ -73,7 +72,8 @@ def sol_triton(
     skip = (start, stop) if start < stop else (tokens, 0)
     with _on(q.device):
         k_mean, v_mean, *moments = prepare(k, v)
-        entries = torch.empty(programs, blocks + _MOST_IN_A_GROUP, dtype=torch.int32, device=q.device)
+        room = blocks + kernels.MOST_IN_A_GROUP.value
+        entries = torch.empty(programs, room, dtype=torch.int32, device=q.device)
         exact_pairs, next_tile = torch.zeros(2, dtype=torch.int64, device=q.device).split(1)
         tensors, means, part = (q, k, v), (k_mean, v_mean), head_dim // tile.halves
         if descriptors:
