@@ -47,7 +47,7 @@ def cases(count: int) -> tuple[Case, ...]:
 
 
 def model() -> TinyModel:
-    """The shipped model. Raises FileNotFoundError, with the way out, where its file is not."""
+    """The shipped model. Raises as `require_weights` where its file is not, or is damaged."""
     import torch
     from comfyui.tiny_model import TinyModel
 
@@ -70,10 +70,17 @@ def model() -> TinyModel:
 
 
 def require_weights() -> None:
-    """Raises FileNotFoundError with one sentence where the model is not."""
+    """Raises FileNotFoundError where the model is not, ValueError where it is damaged; one sentence each."""
+    from safetensors import SafetensorError, safe_open
+
+    name = WEIGHTS.relative_to(WEIGHTS.parents[2]).as_posix()
     if not WEIGHTS.is_file():
-        name = WEIGHTS.relative_to(WEIGHTS.parents[2]).as_posix()
         raise FileNotFoundError(f"the shipped model is not there: get {name} from the repository")
+    try:
+        with safe_open(WEIGHTS, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"the shipped model is damaged ({error}): get {name} from the repository") from error
 
 
 def latent_inputs(size: int, frames: int) -> dict[str, int]:

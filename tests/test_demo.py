@@ -38,6 +38,7 @@ def test_a_part_and_its_arguments() -> None:
         (["--only", "fidelity", "--models", "wan"], "--models"),
         (["--only", "int8", "--seeds", "2"], "--seeds"),
         (["--only", "int8", "--picture", "a.png"], "--picture"),
+        (["--picture", "a.jpg"], "'a.jpg' does not end in .png"),
         (["--seeds", "0"], "'0' is not a number from 1 to 64"),
         (["--seeds", "many"], "'many' is not a number"),
         (["--only", "nothing"], "nothing"),
@@ -94,8 +95,8 @@ def test_good_numbers_have_no_problem() -> None:
     [
         (_rows(int8=(60.0, 29.99)), "INT8 group 256: 29.99 dB on the worst seed, at least 30 dB are wanted"),
         (_rows(both=21.9), "21.90 dB, more than 3 dB below Sol alone, which has 25.00 dB"),
-        (_rows(int8=(40.0, math.inf)), "INT8 group 256: the frames are the same, so it was not used"),
-        (_rows(sol=math.inf, both=math.inf), "Sol tau 1, dense_percent 0.2: the frames are the same"),
+        (_rows(int8=(40.0, math.inf)), "INT8 group 256: the frames are nearly the same, so it was not used"),
+        (_rows(sol=math.inf, both=math.inf), "Sol tau 1, dense_percent 0.2: the frames are nearly the same"),
         (_rows(fa=math.nan), "dense_backend fa: the frames are not finite"),
         (_rows(int8=(40.0, math.nan)), "INT8 group 256: the frames are not finite"),
     ],

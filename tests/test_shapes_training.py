@@ -235,6 +235,16 @@ def test_a_single_picture_needs_no_movement():
     assert found(_knowing(still), CPU, 12, steps=4, shift=3.0, frames=1)["all"] == 1 / 12
 
 
+def test_an_object_that_trembles_does_not_move():
+    scenes = _scenes(50, seed=8)
+    index = next(n for n in range(50) if len(scenes.caption(n)) == 1)
+    (thing,) = scenes.caption(index)
+    still = render(scenes, 1, 64, CPU)[index, 0]
+    trembling = torch.stack([still.roll(shift, dims=1) for shift in (0, 1) * 4]).numpy()
+    assert look(trembling[0], thing.colour).shape == thing.shape
+    assert not shows(trembling, thing)
+
+
 def test_checking_finds_nothing_in_noise():
     noise = found(lambda latent, sigma, text: torch.zeros_like(latent), CPU, 12, steps=2, shift=8.0)
     assert set(noise.values()) == {0.0}

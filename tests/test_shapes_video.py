@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -86,6 +87,20 @@ def test_missing_weights_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     absent = shapes_model.WEIGHTS.with_name("absent.safetensors")
     monkeypatch.setattr(shapes_model, "WEIGHTS", absent)
     with pytest.raises(FileNotFoundError, match=r"^the shipped model is not there: get tests/models/absent"):
+        shapes_model.model()
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
+def test_damaged_weights_are_one_sentence(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: the first half of the file."""
+    damaged = tmp_path / "tests" / "models" / "damaged.safetensors"
+    damaged.parent.mkdir(parents=True)
+    whole = shapes_model.WEIGHTS.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2] if content is None else content)
+    monkeypatch.setattr(shapes_model, "WEIGHTS", damaged)
+    with pytest.raises(ValueError, match=r"^the shipped model is damaged .*: get tests/models/damaged"):
         shapes_model.model()
 
 

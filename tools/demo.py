@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
 from demo_options import read_options
+from devkit import cuda
 from devkit.console import say, title
 from devkit.environment import COMFYUI_ARGS
+from devkit.files import require_writable
 from devkit.layout import TESTS
 
 # Only tests/, never the pack's root: ComfyUI has a top-level module ``nodes`` as well.
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     if "fidelity" in options.parts:
         try:
             shapes_model.require_weights()
-        except FileNotFoundError as error:
+            require_writable(options.picture)
+        except (ValueError, OSError) as error:
             say(f"error: {error}")
             return 2
     started = time.monotonic()
@@ -59,10 +61,7 @@ def device_args() -> list[str]:
     They are put into the environment, where this process' own ComfyUI looks for them.
     """
     if COMFYUI_ARGS not in os.environ:
-        # In another process, because ComfyUI has to be imported before torch.
-        command = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
-        found = subprocess.run(command, capture_output=True).returncode == 0
-        os.environ[COMFYUI_ARGS] = "" if found else "--cpu"
+        os.environ[COMFYUI_ARGS] = "" if cuda.is_there() else "--cpu"
     return shlex.split(os.environ[COMFYUI_ARGS], posix=os.name != "nt")
 
 

@@ -50,7 +50,7 @@ def read_options(argv: Sequence[str]) -> DemoOptions:
     )
     parser.add_argument(
         "--picture",
-        type=Path,
+        type=_png,
         metavar="PATH",
         help="where the picture goes, from the repository's root on; default .dev/demo/shapes.png",
     )
@@ -65,6 +65,12 @@ def read_options(argv: Sequence[str]) -> DemoOptions:
         found.seeds or _SEEDS,
         found.picture or _PICTURE,
     )
+
+
+def _png(text: str) -> Path:
+    if Path(text).suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png")
+    return Path(text)
 
 
 def _seeds(text: str) -> int:

@@ -18,6 +18,8 @@ DENSE_PERCENTS = (0.0, 0.2)
 # alone on the mean of the seeds.
 LEAST_INT8 = 30.0
 MOST_LOST_BY_BOTH = 3.0
+# Another kernel for the same attention, which is no setting at all, gives 120 dB.
+MOST_WHERE_IT_IS_USED = 90.0
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,8 @@ def problems(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if any(map(math.isnan, row.psnr)):
             found.append(f"{row.setting.name}: the frames are not finite")
-        elif math.inf in row.psnr and not row.setting.dense_backend:
-            found.append(f"{row.setting.name}: the frames are the same, so it was not used")
+        elif max(row.psnr) > MOST_WHERE_IT_IS_USED and not row.setting.dense_backend:
+            found.append(f"{row.setting.name}: the frames are nearly the same, so it was not used")
     by_setting = {row.setting: row for row in rows}
     int8, sol, both = (by_setting[setting] for setting in (INT8, SOL, BOTH))
     if int8.worst < LEAST_INT8:

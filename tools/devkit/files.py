@@ -93,3 +93,13 @@ def publish(built: Path, target: Path, stamp: str) -> None:
     if target.exists():
         remove(target)
     built.rename(target)
+
+
+def require_writable(path: Path) -> None:
+    """Makes the folder of a file that will be written. Raises OSError if it cannot be written."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    probe = path.with_name(path.name + ".part")
+    probe.touch()
+    probe.unlink()

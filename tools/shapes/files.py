@@ -27,12 +27,14 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The state of a training. Raises ValueError if the file holds none."""
+    """The state of a training. Raises ValueError if the file holds none, FileNotFoundError without one."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no checkpoint {path}") from None
     except Exception as error:
         raise ValueError(f"{path} is no checkpoint of this training: {error}") from error
-    if not isinstance(state, dict) or "optimizers" not in state:
+    if not isinstance(state, dict) or not {"settings", "step", "weights", "optimizers"} <= set(state):
         raise ValueError(f"{path} is no checkpoint of this training")
     return state
 
