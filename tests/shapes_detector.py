@@ -21,9 +21,9 @@ _BUMPS = {"triangle": 3, "square": 4}
 # Relative height of the bumps. A triangle has 0.29 and a square 0.15; the pixels of a circle make 0.03.
 _LEAST_BUMP = {"triangle": 0.16, "square": 0.075}
 _ANGLES = 96
-# Between the two places farthest apart, in half pictures; the slowest object of the videos covers 0.35 in
-# eight frames, and half of that where it bounces off an edge.
-_LEAST_WAY = 0.15
+# Between the two places farthest apart, in half pictures: the slowest object of the videos covers 0.35 in
+# eight frames and, where it bounces off an edge, gets no farther than 0.13. Two pixels of 64 are 0.06.
+_LEAST_WAY = 0.10
 _FRAMES_NEEDED = 0.75
 
 
