@@ -54,8 +54,10 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Any = DESCRIB
     result, right = run(q, k, v, tile, **options), expected(q, k, v, **options)
     assert result.out.dtype == q.dtype and result.out.shape == q.shape and result.out.is_contiguous()
     assert difference(result.out, right.out) < ROUNDING[q.dtype]
-    # On a GPU, with more pairs, some lie so near the threshold that a rounded mean routes them the other way.
-    assert float(result.density) == pytest.approx(float(right.density), rel=1e-6)
+    # Means are rounded to bf16 once: a pair may lie on the threshold then, and one does in these tests.
+    pairs = q.shape[0] * q.shape[2] * (-(-q.shape[1] // 64)) ** 2
+    one = 1.5 / pairs if q.dtype == BF16 else 1e-6
+    assert float(result.density) == pytest.approx(float(right.density), abs=one)
     return right
 
 
