@@ -12,6 +12,7 @@ from .devices import sm_of
 from .reference import require_alike
 from .sol import BLOCK, HEAD_DIMS, NO_ROWS, SolResult, blocks_of
 from .sol_tiles import Tile, tiles_for
+from .strides import on_16_bytes
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Room above the largest softmax weight, as a power of two. bf16 has fp32's exponents, so weights can be that
@@ -133,10 +134,9 @@ def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> N
 
 
 def _copies_blocks(tensor: torch.Tensor) -> bool:
-    """Whether the hardware can copy blocks of it: what begins on 16 bytes, with steps of 16 bytes."""
-    sixteen = 16 // tensor.element_size()
-    steps = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return tensor.data_ptr() % 16 == 0 and all(step > 0 and step % sixteen == 0 for step in steps[:-1])
+    """Whether the hardware can copy blocks of it; it takes no tensor that repeats itself."""
+    repeats = any(stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    return on_16_bytes(tensor) and not repeats
 
 
 def _described(tensor: torch.Tensor, block: tuple[int, ...]) -> Any:

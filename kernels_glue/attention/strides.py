@@ -1,4 +1,4 @@
-"""How far apart the elements of a tensor lie, for kernels with offsets of 32 bits."""
+"""How far apart the elements of a tensor lie, and where its rows begin, for kernels that ask for it."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ def within_int32(tensor: torch.Tensor) -> torch.Tensor:
     A row of H3's fused qkv has 21504 elements, so a view of its v is out of reach after 99,865 rows.
     """
     return tensor if extent(tensor) < INT32_REACH else tensor.contiguous()
+
+
+def on_16_bytes(tensor: torch.Tensor) -> bool:
+    """Whether every row of the last dimension begins on 16 bytes, which is what kernels load at once."""
+    step = 16 // tensor.element_size()
+    rows_fit = all(
+        size == 1 or stride % step == 0
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return rows_fit and tensor.data_ptr() % 16 == 0

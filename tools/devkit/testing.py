@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import files, processes
+from . import cuda, files, processes
 from .console import DevError, say, table, title
 from .environment import COMFYUI_ARGS, USE_GPU, Environment, Options, prepare
 from .layout import REPORTS, ROOT
@@ -94,8 +94,7 @@ def _environment_for(run: Run, options: Options) -> Environment:
 
 def _require_cuda(environment: Environment) -> None:
     """Without a device every gpu test would be skipped, which looks like success."""
-    command = [str(environment.python), "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
-    if subprocess.run(command, env=environment.variables(), capture_output=True).returncode != 0:
+    if not cuda.is_there(environment.python, environment.variables()):
         raise DevError(f"--gpu needs a CUDA device, and PyTorch in {environment.python} finds none")
 
 

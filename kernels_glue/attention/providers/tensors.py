@@ -7,10 +7,9 @@ from collections.abc import Collection
 import torch
 
 from ..sol import BLOCK, SolOptions
-from ..strides import INT32_REACH
+from ..strides import INT32_REACH, on_16_bytes
 
 HEAD_DIMS = (128,)
-_ALIGNMENT = 16  # bytes that the kernels load at once
 
 
 def misfit(
@@ -52,12 +51,7 @@ def dense_last_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if every row starts on 16 bytes and is contiguous, else a contiguous copy."""
-    step = _ALIGNMENT // tensor.element_size()
-    rows_fit = all(
-        size == 1 or stride % step == 0
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    )
-    if tensor.stride(-1) == 1 and rows_fit and tensor.data_ptr() % _ALIGNMENT == 0:
+    if tensor.stride(-1) == 1 and on_16_bytes(tensor):
         return tensor
     # Not .contiguous(): a contiguous tensor with a crooked storage offset would come back as it is.
     return tensor.clone(memory_format=torch.contiguous_format)
