@@ -41,6 +41,17 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills what torch.empty gives with NaN, and with numbers that point nowhere."""
+    made = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = made(*shape, **options)
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 2)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 def pretend_sm(monkeypatch: pytest.MonkeyPatch, *sm: int) -> None:
     """Makes every device an NVIDIA GPU of this compute capability, for the adapters."""
     for module in _ASK_FOR_SM:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from comfyui import inprocess
 from sol_data import brute_force, difference, smooth_qkv
+from sol_doubles import poison_fresh_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -146,13 +147,7 @@ def test_offsets_beyond_32_bits() -> None:
 def test_every_element_is_written_and_no_scratch_is_read_before(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = on_gpu(4097, batch=2)
     plain = kernel.sol_triton(*tensors, sink_queries=(5, 300)).out
-    made = torch.empty
-
-    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
-        tensor = made(*shape, **options)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
-
-    monkeypatch.setattr(kernel.torch, "empty", poisoned)
+    poison_fresh_memory(monkeypatch)
     assert torch.equal(kernel.sol_triton(*tensors, sink_queries=(5, 300)).out, plain)
 
 

@@ -33,13 +33,13 @@ from triton.compiler import ASTSource, compile
 package = sys.modules["attention"] = types.ModuleType("attention")
 package.__path__ = [sys.argv[1]]  # without its __init__, which wants ComfyUI
 modules = [importlib.import_module("attention." + name) for name in ("sol_kernels", "sol_means")]
-POINTERS = {"centre": "fp32", "spread": "fp32", "entries": "i32", "next_tile": "i32", "exact_pairs": "i64"}
+POINTERS = {"spread": "fp32", "flags": "i8", "entries": "i32", "next_tile": "i32", "exact_pairs": "i64"}
 for name, sm, dtype, fixed, described, warps in json.loads(sys.argv[2]):
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     signature, constants, attributes = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
         pointer = POINTERS.get(argument)
-        if argument in ("q", "k", "v", "out", "k_mean", "v_mean", "centred"):
+        if argument in ("q", "k", "v", "out", "k_mean", "v_mean", "centred", "centre"):
             pointer = "fp32" if name in ("block_means", "centre_keys") and argument == "k_mean" else dtype
         if argument in fixed:
             signature[argument], constants[(index,)] = "constexpr", fixed[argument]
@@ -121,7 +121,7 @@ def test_the_other_kernels_and_variants_compile_and_fit(sm: int, index: int, tmp
         attend(sm, tile, head_dim=64),
         attend(sm, tile, dtype="fp16", exact_variance=True),
         ("block_means", sm, "bf16", {"D": 128}, {}, 4),
-        ("centre_keys", sm, "bf16", {"D": 128, "GROUP": 64}, {}, 4),
+        ("centre_keys", sm, "bf16", {"D": 128, "W": 32, "GROUP": 256}, {}, 4),
         ("attend_exactly", sm, "fp16", fixed, described(tile, 128), 4),
     ]
     found = compiled(cases, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comfyui import inprocess
 from sol_data import brute_force, dense, difference, smooth_qkv
-from sol_doubles import of_fused
+from sol_doubles import of_fused, poison_fresh_memory
 from triton_interpreter import compute_in_bf16
 
 pytest.importorskip("triton")
@@ -185,17 +185,20 @@ def test_views_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_element_is_written_and_no_scratch_is_read_before(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fresh memory is full of NaN here, and of numbers that point nowhere."""
     tensors = smooth_qkv(tokens, 2, 64, 2, FP16, seed=9)
     plain = run(*tensors, tau=0.7, sink_queries=(3, 60)).out
-    made = torch.empty
-
-    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
-        tensor = made(*shape, **options)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else 2**30)
-
-    monkeypatch.setattr(sol_triton.torch, "empty", poisoned)
+    poison_fresh_memory(monkeypatch)
     assert torch.equal(run(*tensors, tau=0.7, sink_queries=(3, 60)).out, plain)
+
+
+def test_exact_blocks_are_listed_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One turn does for 32,768 tokens, so a turn is of two blocks here."""
+    import triton.language as tl
+
+    kernels = inprocess.pack_module("kernels_glue.attention.sol_kernels")
+    monkeypatch.setattr(kernels, "_LISTED", tl.constexpr(2))
+    right = check(*smooth_qkv(577, 2, 64, 1, FP16, seed=12), tau=0.7)
+    assert 0.4 < float(right.density) < 0.9
 
 
 def test_bits_repeat_whoever_computes_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .sol_means import BLOCK, MOST_IN_A_GROUP, PLAIN, group, masked_rows
+from .sol_means import BLOCK, PARTS, PLAIN, group, in_parts, masked_rows
 
 _LOG2_BLOCK = tl.constexpr(6.0)
+_LISTED = tl.constexpr(512)  # flags at a time
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
 # Sums of weights are kept apart for so many columns until the end: of eight neighbours a thread has the
@@ -28,7 +29,7 @@ _APART = tl.constexpr(8)
 
 @triton.jit(do_not_specialize=PLAIN)
 def attend(
-    q, k, v, out, k_mean, v_mean, centre, spread, entries, next_tile, exact_pairs,
+    q, k, v, out, k_mean, v_mean, centre, spread, flags, entries, next_tile, exact_pairs,
     tokens, blocks, heads, tiles, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head,
     D: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr, DESCRIPTORS: tl.constexpr,
@@ -38,12 +39,13 @@ def attend(
     """Sol attention; each program takes query blocks until none is left.
 
     Grid: any, best what the device holds; programs tell each other nothing but which query block is next.
-    entries: [programs, blocks + MOST_IN_A_GROUP] int32, scratch. next_tile (int32) and exact_pairs (int64)
-    begin at 0. scale: with log2(e) in it. Query blocks inside of the rows [skip_start, skip_stop) are left
-    out, though their pairs are counted. HALVES: into how many parts of D the products with the values are
-    cut; in 2 Triton shares rows and not columns among the warps of an older GPU.
+    flags: [programs, blocks] int8, entries: [programs, blocks + 1] int32, scratch. next_tile (int32) and
+    exact_pairs (int64) begin at 0. scale: with log2(e) in it. Query blocks inside of the rows
+    [skip_start, skip_stop) are left out, though their pairs are counted. HALVES: into how many parts of D the
+    products with the values are cut; in 2 Triton shares rows and not columns among the warps of an older GPU.
     """
-    entries += tl.program_id(0).to(tl.int64) * (blocks + MOST_IN_A_GROUP)
+    flags += tl.program_id(0).to(tl.int64) * blocks
+    entries += tl.program_id(0).to(tl.int64) * (blocks + 1)
     tile = tl.atomic_add(next_tile, 1, sem="relaxed")
     while tile < tiles:
         lane, block = tile // blocks, tile % blocks
@@ -54,8 +56,8 @@ def attend(
             _lane(k, sample, head, k_batch, k_head, DESCRIPTORS),
             _lane(v, sample, head, v_batch, v_head, DESCRIPTORS),
             _lane(out, sample, head, out_batch, out_head, False),
-            k_mean, v_mean, centre + wide * D, spread + wide * D,
-            entries, exact_pairs, sample, head, lane, block,
+            k_mean, v_mean, centre + wide * D * PARTS, spread + wide * D,
+            flags, entries, exact_pairs, sample, head, lane, block,
             tokens, blocks, scale, tau, sink_start, sink_stop, skip_start, skip_stop,
             q_row, k_row, v_row, out_row,
             D, GROUP, HALVES, DESCRIPTORS, EXACT_VARIANCE, SHIFT, POOLED_STAGES, EXACT_STAGES,
@@ -65,42 +67,46 @@ def attend(
 
 @triton.jit
 def _tile(
-    q, k, v, out, k_mean, v_mean, centre, spread, entries, exact_pairs, sample, head, lane, block,
+    q, k, v, out, k_mean, v_mean, centre, spread, flags, entries, exact_pairs, sample, head, lane, block,
     tokens, blocks, scale, tau, sink_start, sink_stop, skip_start, skip_stop, q_row, k_row, v_row, out_row,
     D: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr, DESCRIPTORS: tl.constexpr,
     EXACT_VARIANCE: tl.constexpr, SHIFT: tl.constexpr,
     POOLED_STAGES: tl.constexpr, EXACT_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query block."""
-    tl.static_assert(GROUP <= MOST_IN_A_GROUP)
     column = tl.arange(0, D)
     last = blocks - 1
     row = block * BLOCK
+    spread_of_keys = tl.load(spread + column)
+    centre_of_keys = tl.load(centre + column[:, None] * PARTS + tl.arange(0, PARTS))
     queries = _rows(q, sample, head, row, tokens, q_row, 0, D, DESCRIPTORS)
     state = _nothing(D, HALVES)
 
-    # The centroid, which the threshold of `diag` is about, and what the exponents of centred means lack.
+    # Small products do what is said of all rows: the centroid of the queries, which the routing is about, and
+    # what the exponents of centred means lack.
+    # Rows are divided before they are added, because 64 of the largest numbers have no sum, and by what dead
+    # rows have no part in, because a constant would take shared memory all along.
+    alive = (row + tl.arange(0, BLOCK) < tokens)[:, None]
+    share = tl.where(alive, tl.full([BLOCK, PARTS], 1 / BLOCK, tl.float32), 0.0).to(queries.dtype)
     live = tl.minimum(tokens - row, BLOCK).to(tl.float32)
-    plain = queries.to(tl.float32)
-    offset = tl.sum(plain * tl.load(centre + column)[None, :], 1) * scale
-    deviations = tl.sum(plain * (scale / live), 0) * tl.load(spread + column)
-    deviation = tl.sqrt(tl.sum(deviations * deviations, 0) + _VARIANCE_FLOOR)
+    centroid = tl.dot(tl.trans(queries), share) * (BLOCK / live)  # in every column
+    probe = in_parts(centroid, 2, queries.dtype)
+    offset = tl.sum(tl.dot(queries, centre_of_keys), 1) * scale
+    deviations = centroid * (spread_of_keys * scale)[:, None]
+    deviation = tl.sqrt(tl.sum(deviations * deviations) / PARTS + _VARIANCE_FLOOR)
     double = 2 * scale  # of the halved means
     if EXACT_VARIANCE:
         squares = tl.zeros([GROUP], tl.float32)
         for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
             keys = _means(k_mean, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
-            away = tl.sum(tl.dot(queries, tl.trans(keys)) * (double / live), 0)
+            away = tl.sum(tl.dot(keys, probe), 1) * double
             squares += away * away  # 0 behind the last block
         deviation = tl.sqrt(tl.sum(squares, 0) / blocks + _VARIANCE_FLOOR)
-    limit = tau * deviation * live / double  # of the sum over the rows
+    limit = tau * deviation / double
 
     # Routing and pooled terms, whose exponents lack `offset` until the loop is over, because the block means
-    # are centred. What is done for a column here, all threads do, so those behind the last block are not
-    # masked: they count as exact, and end up behind the other entries.
-    count = 0
+    # are centred. Columns behind the last block have no part in either.
     tail_log2 = tl.log2((tokens - last * BLOCK).to(tl.float32))
-    tl.debug_barrier()  # every thread has read the entries of the query block before
     for first in tl.range(0, blocks, GROUP, num_stages=POOLED_STAGES):
         keys = _means(k_mean, lane, first, blocks, 0, D, D, GROUP, DESCRIPTORS)
         values = _means(v_mean, lane, first, blocks, 0, D, D // HALVES, GROUP, DESCRIPTORS)
@@ -108,19 +114,15 @@ def _tile(
         if HALVES == 2:
             rest = _means(v_mean, lane, first, blocks, D // 2, D, D // 2, GROUP, DESCRIPTORS)
         j = first + tl.arange(0, GROUP)
-        scores = tl.dot(queries, tl.trans(keys))
-        exact = tl.sum(scores, 0) > limit
-        exact |= _within(j, block - 1, 3) | _within(j, sink_start, sink_stop - sink_start) | (j > last)
-        weight = tl.where(exact, _NEVER, tl.where(j == last, tail_log2, _LOG2_BLOCK))
-        pooled = scores * double + weight[None, :]
+        exact = tl.sum(tl.dot(keys, probe), 1) > limit
+        exact |= _within(j, block - 1, 3) | _within(j, sink_start, sink_stop - sink_start)
+        tl.store(flags + j, exact.to(tl.int8), mask=j <= last)
+        weight = tl.where(exact | (j > last), _NEVER, tl.where(j == last, tail_log2, _LOG2_BLOCK))
+        pooled = tl.dot(queries, tl.trans(keys)) * double + weight[None, :]
         state = _absorb(state, pooled, 1.0, values, rest, GROUP, HALVES, SHIFT, True)
-        listed = exact.to(tl.int32)
-        tl.store(entries + count + tl.cumsum(listed, 0) - listed, j, mask=listed > 0)
-        count += tl.sum(listed, 0)
-    count -= tl.cdiv(blocks, GROUP) * GROUP - blocks
     state = _moved(state, offset)
+    count = _listed(flags, entries, blocks)
     tl.atomic_add(exact_pairs, count.to(tl.int64), sem="relaxed")
-    tl.debug_barrier()  # every thread sees the entries
 
     if (row < skip_start) | (tl.minimum(row + BLOCK, tokens) > skip_stop):
         # The last block may be short, so it has no part in the loop.
@@ -199,6 +201,20 @@ def _attended(
     if MAY_BE_SHORT:
         scores = tl.where((first + tl.arange(0, BLOCK) < tokens)[None, :], scores, _NEVER)
     return _absorb(state, scores, scale, values, rest, BLOCK, HALVES, SHIFT, False)
+
+
+@triton.jit
+def _listed(flags, entries, blocks):
+    """Writes the blocks with a flag to `entries`, in order; their number."""
+    count = 0
+    tl.debug_barrier()  # every thread sees the flags, and has read the entries of the query block before
+    for first in range(0, blocks, _LISTED):
+        j = first + tl.arange(0, _LISTED)
+        flag = tl.load(flags + j, mask=j < blocks, other=0).to(tl.int32)
+        tl.store(entries + count + tl.cumsum(flag, 0) - flag, j, mask=flag > 0)
+        count += tl.sum(flag, 0)
+    tl.debug_barrier()  # every thread sees the entries
+    return count
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(64)
-# Beyond its exact blocks, a program of `attend` notes the columns that fill up its last group.
-MOST_IN_A_GROUP = tl.constexpr(128)
+# A product has at least as many columns, of which fp32 numbers in parts of a 16-bit dtype need two or three.
+PARTS = tl.constexpr(16)
 # Numbers that differ from call to call; a kernel would be compiled anew where one is 1 or a multiple of 16.
 PLAIN = [
     "tokens", "blocks", "heads", "tiles", "start", "stop",
@@ -43,30 +43,46 @@ def block_means(
 
 
 @triton.jit(do_not_specialize=PLAIN)
-def centre_keys(k_mean, centred, centre, spread, blocks, D: tl.constexpr, GROUP: tl.constexpr):
+def centre_keys(
+    k_mean, centred, centre, spread, blocks, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr
+):
     """Half of what the mean of each block of keys differs from the mean of all by.
 
-    Halved, because two numbers of a dtype can be further apart than its largest one. Grid (lanes,). k_mean:
-    [lanes, blocks, D] fp32; centred: the same in the dtype of the keys. centre, spread: [lanes, D] fp32, mean
-    and standard deviation over the blocks.
+    Halved, because two numbers of a dtype can be further apart than its largest one. Grid (lanes, D / W).
+    k_mean: [lanes, blocks, D] fp32; centred: the same in the dtype of the keys. centre: [lanes, D, PARTS] of
+    that dtype, the mean over the blocks in parts. spread: [lanes, D] fp32, the standard deviation.
     """
     lane = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, D)
-    k_mean += lane * blocks * D
+    column = tl.program_id(1) * W + tl.arange(0, W)
+    k_mean += lane * blocks * D + tl.program_id(1) * W
     centred += lane * blocks * D
     share = 1.0 / blocks.to(tl.float32)
-    mean = tl.zeros([D], tl.float32)
+    mean = tl.zeros([W], tl.float32)
     for first in range(0, blocks, GROUP):
-        mean += tl.sum(group(k_mean, first, blocks, D, D, GROUP) * share, 0)
-    variance = tl.zeros([D], tl.float64)  # squares of numbers that fp32 just holds
+        mean += tl.sum(group(k_mean, first, blocks, D, W, GROUP) * share, 0)
+    variance = tl.zeros([W], tl.float64)  # squares of numbers that fp32 just holds
     for first in range(0, blocks, GROUP):
         block = first + tl.arange(0, GROUP)
         there = (block < blocks)[:, None]
-        half = tl.where(there, group(k_mean, first, blocks, D, D, GROUP) * 0.5 - mean * 0.5, 0.0)
+        half = tl.where(there, group(k_mean, first, blocks, D, W, GROUP) * 0.5 - mean * 0.5, 0.0)
         variance += tl.sum(half.to(tl.float64) * half.to(tl.float64), 0) * share
         tl.store(centred + block[:, None] * D + column, half.to(centred.dtype.element_ty), mask=there)
-    tl.store(centre + lane * D + column, mean)
+    parts = in_parts(tl.broadcast_to(mean[:, None], [W, PARTS]), 3, centre.dtype.element_ty)
+    tl.store(centre + (lane * D + column[:, None]) * PARTS + tl.arange(0, PARTS), parts)
     tl.store(spread + lane * D + column, (2 * tl.sqrt(variance)).to(tl.float32))
+
+
+@triton.jit
+def in_parts(numbers, COUNT: tl.constexpr, dtype: tl.constexpr):
+    """[N, PARTS] of a 16-bit dtype: columns that add up to fp32 numbers, which come in every column."""
+    part = tl.arange(0, PARTS)[None, :]
+    parts = tl.zeros_like(numbers)
+    for n in tl.static_range(COUNT - 1):
+        # Both dtypes hold the upper half of the bits, and cutting them is faster than rounding.
+        upper = (numbers.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        parts = tl.where(part == n, upper, parts)
+        numbers -= upper
+    return tl.where(part == COUNT - 1, numbers, parts).to(dtype)
 
 
 @triton.jit

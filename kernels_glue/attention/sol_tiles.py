@@ -39,12 +39,7 @@ class Tile:
 # The first is taken where nothing can be timed. The tensor cores of Hopper and of the large Blackwells read
 # their operands from shared memory, of which a multiprocessor has 227 KiB. The others read them from
 # registers, and all but A100 have 99 KiB. What no descriptor can describe is read by pointers.
-_HOPPER = (
-    Tile(64, 1, 2, 3, True),
-    Tile(64, 1, 3, 3, True),
-    Tile(32, 1, 2, 3, True),
-    Tile(32, 1, 2, 3),
-)
+_HOPPER = (Tile(64, 1, 2, 3, True), Tile(32, 1, 2, 3, True), Tile(32, 1, 2, 3))
 _BLACKWELL = (Tile(64, 1, 2, 2, True), Tile(32, 1, 2, 3, True), Tile(32, 1, 2, 3))
 _OTHERS = (Tile(32, 2, 1, 2), Tile(32, 2, 1, 3), Tile(32, 2, 1, 1))
 _WITH_DESCRIPTORS = (*_OTHERS, Tile(32, 2, 1, 2, True), Tile(32, 1, 1, 2, True))

@@ -21,6 +21,8 @@ _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
 
 # For each multiprocessor; registers leave room for no more.
 _PROGRAMS = 2
+# Means of keys that a program centres at a time, and their columns, of which 128 bytes are a cache line.
+_MEANS, _COLUMNS = 256, 32
 
 
 def sol_triton(
@@ -73,15 +75,15 @@ def sol_triton(
     skip = (start, stop) if start < stop else (tokens, 0)
     with _on(q.device):
         k_mean, v_mean, *moments = prepare(k, v)
-        room = blocks + kernels.MOST_IN_A_GROUP.value
-        entries = torch.empty(programs, room, dtype=torch.int32, device=q.device)
+        flags = torch.empty(programs, blocks, dtype=torch.int8, device=q.device)
+        entries = torch.empty(programs, blocks + 1, dtype=torch.int32, device=q.device)
         exact_pairs, next_tile = torch.zeros(2, dtype=torch.int64, device=q.device).split(1)
         tensors, means, part = (q, k, v), (k_mean, v_mean), head_dim // tile.halves
         if descriptors:
             tensors = [_described(t, (1, BLOCK, 1, w)) for t, w in ((q, head_dim), (k, head_dim), (v, part))]
             means = [_described(t, (1, tile.group, w)) for t, w in ((k_mean, head_dim), (v_mean, part))]
         kernels.attend[(programs,)](
-            *tensors, out, *means, *moments, entries, next_tile.view(torch.int32), exact_pairs,
+            *tensors, out, *means, *moments, flags, entries, next_tile.view(torch.int32), exact_pairs,
             tokens, blocks, heads, tiles, s, float(tau), *blocks_of(sink_keys), *skip,
             *_strides(q, k, v, out),
             D=head_dim, GROUP=tile.group, HALVES=tile.halves, DESCRIPTORS=descriptors,
@@ -104,8 +106,8 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v: [B, T, H, D] as `sol_triton` takes them, on the current device.
 
     Returns:
-        Block means of k, centred and halved, and of v: 2 x [B * H, blocks, D]. Mean and deviation of the
-        former over the blocks, before that: 2 x [B * H, D], fp32.
+        Block means of k, centred and halved, and of v: 2 x [B * H, blocks, D]. Of the former, before that:
+        the mean over the blocks, in parts that add up to it, [B * H, D, 16]; the deviation, [B * H, D], fp32.
     """
     from . import sol_means as kernels
 
@@ -113,12 +115,15 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     blocks, lanes = -(-tokens // BLOCK), batch * heads
     k_mean = torch.empty(lanes, blocks, head_dim, dtype=torch.float32, device=k.device)
     centred, v_mean = torch.empty(2, lanes, blocks, head_dim, dtype=k.dtype, device=k.device)
-    moments = torch.empty(2, lanes, head_dim, dtype=torch.float32, device=k.device)
+    centre = torch.empty(lanes, head_dim, kernels.PARTS.value, dtype=k.dtype, device=k.device)
+    spread = torch.empty(lanes, head_dim, dtype=torch.float32, device=k.device)
     kernels.block_means[(lanes * blocks,)](
-        k, v, k_mean, v_mean, tokens, blocks, heads, *_strides(k, v), D=head_dim
+        k, v, k_mean, v_mean, tokens, blocks, heads, *_strides(k, v), D=head_dim, num_warps=1
     )
-    kernels.centre_keys[(lanes,)](k_mean, centred, *moments, blocks, D=head_dim, GROUP=BLOCK)
-    return centred, v_mean, *moments
+    kernels.centre_keys[(lanes, head_dim // _COLUMNS)](
+        k_mean, centred, centre, spread, blocks, D=head_dim, W=_COLUMNS, GROUP=_MEANS
+    )
+    return centred, v_mean, centre, spread
 
 
 def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> None:
