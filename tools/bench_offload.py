@@ -31,6 +31,7 @@ from benchkit.offload import plan as planning
 from benchkit.offload.plan import GIB, ChildPlan
 from benchkit.offload.results import Results
 from benchkit.offload.rows import markdown
+from devkit import cuda
 
 # A process that has not stopped by itself this long after the end of the time is stopped.
 _GRACE_S = 45.0
@@ -53,6 +54,8 @@ def main() -> int:
     if options.child is not None:
         _child(options, plans[options.child], model)
         return 0
+    if options.device == "cuda" and not cuda.is_there():
+        raise SystemExit("bench offload needs a CUDA GPU")
     return _parent(options, plans, model)
 
 

@@ -72,11 +72,8 @@ class Child:
     def _start(self) -> None:
         dynamic = "on" if comfy.memory_management.aimdo_enabled else "off"
         print(f"\n--- ComfyUI with dynamic VRAM {dynamic}: {inprocess_arguments()}", flush=True)
-        if self.device.name == "cuda":
-            if not torch.cuda.is_available():
-                raise SystemExit("bench offload needs a CUDA GPU")
-            if (dynamic == "on") != (self.plan.budget is not None):
-                raise SystemExit(f"dynamic VRAM is {dynamic}, which this process is not for")
+        if self.device.name == "cuda" and (dynamic == "on") != (self.plan.budget is not None):
+            raise SystemExit(f"dynamic VRAM is {dynamic}, which this process is not for")
         self.limit = self.device.pinned_limit()
         clear()
         self.outside = self.device.memory().outside
