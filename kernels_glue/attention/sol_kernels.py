@@ -8,7 +8,8 @@ whole block for one thread's asking), else as pointers and strides of [B, T, H, 
 dimension; everything else is contiguous.
 
 sol_means.py prepares the means of the blocks. `attend` does the rest in one pass over the keys: it scores the
-means, which gives both the routing and the pooled terms, notes which blocks are exact, and reads these.
+means by the centroid of the queries, which gives the routing, and by each query, which gives the pooled terms;
+it notes which blocks are exact, and reads these.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton.language as tl
 from .sol_means import BLOCK, PARTS, PLAIN, group, in_parts, masked_rows
 
 _LOG2_BLOCK = tl.constexpr(6.0)
-_LISTED = tl.constexpr(512)  # flags at a time
+_FLAGS_AT_A_TIME = tl.constexpr(512)
 _VARIANCE_FLOOR = tl.constexpr(1e-6)
 _NEVER = tl.constexpr(float("-inf"))
 # Sums of weights are kept apart for so many columns until the end: of eight neighbours a thread has the
@@ -84,15 +85,15 @@ def _tile(
 
     # Small products do what is said of all rows: the centroid of the queries, which the routing is about, and
     # what the exponents of centred means lack.
-    # Rows are divided before they are added, because 64 of the largest numbers have no sum, and by what dead
-    # rows have no part in, because a constant would take shared memory all along.
-    alive = (row + tl.arange(0, BLOCK) < tokens)[:, None]
-    share = tl.where(alive, tl.full([BLOCK, PARTS], 1 / BLOCK, tl.float32), 0.0).to(queries.dtype)
+    # Rows are divided before they are added, because 64 of the largest numbers have no sum; by no constant,
+    # which would take shared memory all along.
+    there = (row + tl.arange(0, BLOCK) < tokens)[:, None]
+    share = tl.where(there, tl.full([BLOCK, PARTS], 1 / BLOCK, tl.float32), 0.0).to(queries.dtype)
     live = tl.minimum(tokens - row, BLOCK).to(tl.float32)
     centroid = tl.dot(tl.trans(queries), share) * (BLOCK / live)  # in every column
     probe = in_parts(centroid, 2, queries.dtype)
     offset = tl.sum(tl.dot(queries, centre_of_keys), 1) * scale
-    deviations = centroid * (spread_of_keys * scale)[:, None]
+    deviations = centroid * spread_of_keys[:, None] * scale
     deviation = tl.sqrt(tl.sum(deviations * deviations) / PARTS + _VARIANCE_FLOOR)
     double = 2 * scale  # of the halved means
     if EXACT_VARIANCE:
@@ -208,8 +209,8 @@ def _listed(flags, entries, blocks):
     """Writes the blocks with a flag to `entries`, in order; their number."""
     count = 0
     tl.debug_barrier()  # every thread sees the flags, and has read the entries of the query block before
-    for first in range(0, blocks, _LISTED):
-        j = first + tl.arange(0, _LISTED)
+    for first in range(0, blocks, _FLAGS_AT_A_TIME):
+        j = first + tl.arange(0, _FLAGS_AT_A_TIME)
         flag = tl.load(flags + j, mask=j < blocks, other=0).to(tl.int32)
         tl.store(entries + count + tl.cumsum(flag, 0) - flag, j, mask=flag > 0)
         count += tl.sum(flag, 0)

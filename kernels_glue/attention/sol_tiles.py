@@ -18,7 +18,7 @@ class Tile:
     """How `attend` is compiled and launched.
 
     Attributes:
-        group: key blocks that are routed at a time, a power of two from 16 to 128.
+        group: key blocks that are routed at a time, a power of two from 16 on.
         halves: 2 cuts the products with the values in two, which an older GPU's warps share better.
         pooled_stages, exact_stages: of Triton's pipelining in the loops over block means and over keys.
         descriptors: copies whole blocks by tensor descriptors, from SM 9.0 on, where the tensors allow it.

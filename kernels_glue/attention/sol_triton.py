@@ -21,7 +21,7 @@ _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
 
 # For each multiprocessor; registers leave room for no more.
 _PROGRAMS = 2
-# Means of keys that a program centres at a time, and their columns, of which 128 bytes are a cache line.
+# Means of keys that a program centres at a time, and how many of their columns, of which a cache line has 32.
 _MEANS, _COLUMNS = 256, 32
 
 
