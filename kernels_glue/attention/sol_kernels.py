@@ -8,8 +8,8 @@ whole block for one thread's asking), else as pointers and strides of [B, T, H, 
 dimension; everything else is contiguous.
 
 sol_means.py prepares the means of the blocks. `attend` does the rest in one pass over the keys: it scores the
-means by the centroid of the queries, which gives the routing, and by each query, which gives the pooled terms;
-it notes which blocks are exact, and reads these.
+means by the centroid of the queries, which gives the routing, and by each query, which gives the pooled
+terms; it notes which blocks are exact, and reads these.
 """
 
 from __future__ import annotations

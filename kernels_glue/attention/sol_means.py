@@ -78,7 +78,7 @@ def in_parts(numbers, COUNT: tl.constexpr, dtype: tl.constexpr):
     part = tl.arange(0, PARTS)[None, :]
     parts = tl.zeros_like(numbers)
     for n in tl.static_range(COUNT - 1):
-        # Both dtypes hold the upper half of the bits (fp16 from 2^-17 on), and cutting is faster than rounding.
+        # Both dtypes hold the upper half of the bits (fp16 from 2^-17 on), and cutting beats rounding.
         upper = (numbers.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         parts = tl.where(part == n, upper, parts)
         numbers -= upper
