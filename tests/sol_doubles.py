@@ -41,6 +41,13 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def far(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory of the same shape, whose rows are further apart than Triton's kernels count."""
+    batch, tokens, heads, head_dim = tensor.shape
+    strides = (tokens * 2**25, 2**25, head_dim, 1)
+    return torch.empty_strided((batch, tokens, heads, head_dim), strides, dtype=tensor.dtype, device="meta")
+
+
 def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills what torch.empty gives with NaN, and with numbers that point nowhere."""
     made = torch.empty

@@ -29,6 +29,7 @@ KitchenSolError = inprocess.pack_module("kernels_glue.errors").KitchenSolError
         ("dense_backend", "Current", "current"),
         ("provider", " Auto ", "auto"),
         ("provider", "NVLabs", "nvlabs"),
+        ("provider", "Built-in", "builtin"),
         ("sinks", "Keys-and-Queries", "keys_and_queries"),
         ("sinks", "keys and queries", "keys_and_queries"),
         ("kv_splits", 4, "4"),

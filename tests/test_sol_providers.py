@@ -5,6 +5,7 @@ comfy_kitchen's eager version runs on a CPU; packages that no registry has are d
 
 from __future__ import annotations
 
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -16,7 +17,7 @@ import sol_doubles
 import torch
 from comfyui import inprocess
 from sol_data import difference, smooth_qkv
-from sol_doubles import CPU, CUDA, SCALE, meta, of_fused, options, pretend_sm
+from sol_doubles import CPU, CUDA, SCALE, far, meta, of_fused, options, pretend_sm
 from triton_interpreter import compute_in_bf16
 
 providers = inprocess.pack_module("kernels_glue.attention.providers")
@@ -25,7 +26,10 @@ signature = inprocess.pack_module("kernels_glue.attention.providers.signature")
 packages = inprocess.pack_module("kernels_glue.attention.providers.packages")
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 sol = inprocess.pack_module("kernels_glue.attention.sol")
+sol_triton = inprocess.pack_module("kernels_glue.attention.sol_triton")
 tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
+builtin = inprocess.pack_module("kernels_glue.attention.providers.builtin")
+fastest = inprocess.pack_module("kernels_glue.attention.providers.fastest")
 config = inprocess.pack_module("kernels_glue.attention.config")
 
 KITCHEN, NVLABS, TRITON, REFERENCE, BUILTIN = (
@@ -228,7 +232,9 @@ def test_builtin_says_which_options_it_lacks() -> None:
     assert BUILTIN.unsupported(options(kv_splits=4, token_aug=64)) == (
         "has no kv_splits (4 asked), token_aug (64 asked)"
     )
-    assert BUILTIN.unsupported(sol.SolOptions(1.0, -0.1)) == "needs a scale above 0 (-0.1 asked)"
+    for scale in (-0.1, float("inf")):
+        said = f"needs a finite scale above 0 ({scale} asked)"
+        assert BUILTIN.unsupported(sol.SolOptions(1.0, scale)) == said
 
 
 def test_builtin_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +271,27 @@ def test_builtin_passes_everything_on(monkeypatch: pytest.MonkeyPatch, strided: 
     assert difference(result.out, expected.out) < 5e-3
     assert float(result.density) == pytest.approx(float(expected.density))
     assert asked[0][0] is q and asked[0][2] is v and "triton" in asked[0][4]
+    assert asked[0][4].endswith(f"kernels {sol_triton.revision()}")
+
+
+def test_builtin_copies_rows_that_are_too_far_apart() -> None:
+    near = meta(2, 65, 2, 128)
+    assert builtin._near(near) is near and builtin._near(far(near)).is_contiguous()
+
+
+def test_kernels_that_change_are_timed_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of a timing has the revision in it."""
+    known = sol_triton.revision()
+    for name in ("sol_kernels.py", "sol_means.py", "sol_triton.py"):
+        shutil.copy(Path(sol_triton.__file__).with_name(name), tmp_path)
+    monkeypatch.setattr(sol_triton, "__file__", str(tmp_path / "sol_triton.py"))
+    assert sol_triton.revision.__wrapped__() == known
+    for name in ("sol_kernels.py", "sol_means.py", "sol_triton.py"):
+        with (tmp_path / name).open("a") as file:
+            file.write("# changed\n")
+        assert sol_triton.revision.__wrapped__() != known
+        known = sol_triton.revision.__wrapped__()
+    assert f"builtin {sol_triton.revision()}" in fastest._versions()
 
 
 # --- all of them ---------------------------------------------------------------------------------

@@ -12,12 +12,14 @@ import pytest
 import torch
 from comfyui import inprocess
 from sol_data import brute_force, dense, difference, smooth_qkv
-from sol_doubles import of_fused, poison_fresh_memory
+from sol_doubles import far, of_fused, poison_fresh_memory
 from triton_interpreter import compute_in_bf16
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+tl = triton.language
 
 sol_triton = inprocess.pack_module("kernels_glue.attention.sol_triton")
+means = inprocess.pack_module("kernels_glue.attention.sol_means")
 tiles = inprocess.pack_module("kernels_glue.attention.sol_tiles")
 reference = inprocess.pack_module("kernels_glue.attention.reference")
 
@@ -194,22 +196,17 @@ def test_every_element_is_written_and_no_scratch_is_read_before(
 
 def test_exact_blocks_are_listed_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One turn does for 32,768 tokens, so a turn is of two blocks here."""
-    import triton.language as tl
-
     kernels = inprocess.pack_module("kernels_glue.attention.sol_kernels")
     monkeypatch.setattr(kernels, "_FLAGS_AT_A_TIME", tl.constexpr(2))
     right = check(*smooth_qkv(577, 2, 64, 1, FP16, seed=12), tau=0.7)
     assert 0.4 < float(right.density) < 0.9
 
 
-def test_bits_repeat_whoever_computes_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_repeat() -> None:
     tensors = smooth_qkv(449, 2, 64, 2, FP16, seed=10)
     one = run(*tensors, tau=0.7)
     again = run(*tensors, tau=0.7)
     assert torch.equal(one.out, again.out) and float(one.density) == float(again.density)
-    monkeypatch.setattr(sol_triton, "_multiprocessors", lambda device: 3)
-    many = run(*tensors, tau=0.7)
-    assert torch.equal(one.out, many.out) and float(one.density) == float(many.density)
 
 
 def test_inputs_stay_as_they_are() -> None:
@@ -244,6 +241,42 @@ def test_channels_that_are_large_and_nearly_constant(tile: Any) -> None:
     k[..., 7:11] += 40
     right = check(q, k, v, tile, tau=0.7)
     assert 0.1 < float(right.density) < 0.9
+
+
+def test_a_centroid_far_from_zero_routes_exactly() -> None:
+    """In one number of 16 bits it would put a pair on the other side of the threshold."""
+    q, k, v = smooth_qkv(1031, 1, 64, 1, torch.float64, seed=17)
+    q[..., 7:11] += 40
+    check(*(t.to(FP16) for t in (q, k, v)), tau=0.3)
+
+
+def test_what_centring_left_out_of_the_exponents_is_exact() -> None:
+    """Pooled terms stand beside exact ones, so an error of their exponents is one of their share."""
+    q, k, v = smooth_qkv(1031, 1, 64, 1, BF16, seed=15)
+    q[..., 7] = 40
+    k[..., 7] = 40 + 0.25 * (torch.arange(1031) % 2)[None, :, None]
+    for tau in (0.7, 100.0):
+        check(q, k, v, tau=tau)
+
+
+@triton.jit
+def _parts(numbers, out, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, column = tl.arange(0, 64)[:, None], tl.arange(0, 16)
+    parts = means.in_parts(tl.load(numbers + row + 0 * column), COUNT, out.dtype.element_ty)
+    tl.store(out + row * 16 + column, parts)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "error"), [(BF16, 2, 2**-16), (BF16, 3, 2**-24), (FP16, 2, 2**-19), (FP16, 3, 2**-24)]
+)
+def test_parts_of_a_16_bit_dtype_add_up_to_fp32_numbers(dtype: torch.dtype, count: int, error: float) -> None:
+    """Cutting leaves less than 2^-7 of a number, and rounding 2^-9 (bf16) or 2^-12 (fp16) of what is left."""
+    numbers = torch.randn(64, generator=torch.Generator().manual_seed(0)) * 10
+    numbers += numbers.sign()  # fp16 has smallest numbers
+    parts = torch.full((64, 16), torch.nan, dtype=dtype)
+    _parts[(1,)](numbers, parts, COUNT=count)
+    assert not parts[:, count:].any()
+    assert ((parts.double().sum(1) - numbers.double()).abs() <= error * numbers.double().abs()).all()
 
 
 @BOTH
@@ -306,6 +339,7 @@ def test_the_largest_bf16_numbers(tile: Any) -> None:
         (lambda q, k, v: (q, k.half(), v), "bf16 or fp16 alike"),
         (lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), "head_dim must be 64 or 128, got 32"),
         (lambda q, k, v: (q, k.mT.contiguous().mT, v), "contiguous last dimension"),
+        (lambda q, k, v: (q, k, far(v)), "less than 33554432 elements apart"),
     ],
 )
 def test_tensors_that_are_refused(change: Any, said: str) -> None:
@@ -314,7 +348,13 @@ def test_tensors_that_are_refused(change: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"thresh_type": "none"}, "thresh_type"), ({"scale": 0.0}, "scale")]
+    ("options", "said"),
+    [
+        ({"thresh_type": "none"}, "thresh_type"),
+        ({"scale": 0.0}, "scale must be finite and above 0"),
+        ({"scale": float("inf")}, "scale must be finite and above 0"),
+        ({"tau": float("nan")}, "tau must be a number"),
+    ],
 )
 def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):

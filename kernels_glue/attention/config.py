@@ -32,6 +32,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 _ALIASES: Mapping[str, Mapping[str, str]] = {
     "provider": {
         "comfy_kitchen": "kitchen",
+        "built_in": "builtin",
         "sol_attn": "nvlabs",
         "nvidia": "nvlabs",
         "sana": "nvlabs",

@@ -26,7 +26,10 @@ class NothingRuns(RuntimeError):
     """None of the ways runs; `errors` has what each of them said."""
 
     def __init__(self, errors: Mapping[str, str]):
-        super().__init__("; ".join(f"{name} failed ({said})" for name, said in errors.items()))
+        names: dict[str, list[str]] = {}
+        for name, said in errors.items():
+            names.setdefault(said, []).append(name)
+        super().__init__("; ".join(f"{', '.join(same)} failed ({said})" for said, same in names.items()))
         self.errors = errors
 
 

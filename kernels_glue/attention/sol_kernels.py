@@ -223,7 +223,7 @@ def _nothing(D: tl.constexpr, HALVES: tl.constexpr):
     """State of an online softmax of 64 rows: numerator in one or two parts, highest exponent, denominator."""
     acc = tl.zeros([BLOCK, D // HALVES], tl.float32)
     more = acc if HALVES == 2 else tl.zeros([BLOCK, 16], tl.float32)  # in one part nothing uses it
-    return acc, more, tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK, _APART], tl.float32)
+    return acc, more, tl.full([BLOCK], _NEVER, tl.float32), tl.zeros([BLOCK, _APART], tl.float32)
 
 
 @triton.jit
@@ -242,8 +242,8 @@ def _absorb(
     base = highest + SHIFT
     shrink = tl.exp2(top - highest)
     if MAY_BE_EMPTY:
-        base = tl.where(highest == float("-inf"), 0.0, base)
-        shrink = tl.where(highest == float("-inf"), 0.0, shrink)
+        base = tl.where(highest == _NEVER, 0.0, base)
+        shrink = tl.where(highest == _NEVER, 0.0, shrink)
     weights = tl.exp2(scores * scale - base[:, None])
     total = total * shrink[:, None] + tl.sum(tl.reshape(weights, [BLOCK, KEYS // _APART, _APART]), 1)
     weights = weights.to(values.dtype)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 # Room above the largest softmax weight, as a power of two. bf16 has fp32's exponents, so weights can be that
 # much smaller, and sums of 2^16 of its largest numbers still fit; fp16 values are small enough as they are.
 _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
+
+# Elements from one row to the next, of which the kernels count 64 in 32 bits.
+ROW_REACH = 2**25
 
 # For each multiprocessor; registers leave room for no more.
 _PROGRAMS = 2
@@ -43,7 +49,7 @@ def sol_triton(
         q, k, v: [B, T, H, D] alike, bf16 or fp16, D 64 or 128, any strides with a contiguous last dimension
             (rows less than 2^25 elements apart). Views of a fused projection are read as they are; rows that
             start on 16 bytes are read faster.
-        scale: factor of the scores, above 0; None means D ** -0.5.
+        scale: factor of the scores, finite and above 0; None means D ** -0.5.
         tau: threshold in standard deviations; at -100 the result is dense attention.
         thresh_type: `diag` or `exact`.
         sink_keys: rows [start, stop) that are exact as keys, widened to whole blocks.
@@ -60,7 +66,7 @@ def sol_triton(
     """
     from . import sol_kernels as kernels
 
-    _require(q, k, v, scale, thresh_type)
+    _require(q, k, v, scale, tau, thresh_type)
     tile = tile or tiles_for(sm_of(q.device))[0]
     batch, tokens, heads, head_dim = q.shape
     blocks, lanes = -(-tokens // BLOCK), batch * heads
@@ -126,7 +132,19 @@ def prepare(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return centred, v_mean, centre, spread
 
 
-def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> None:
+@cache
+def revision() -> str:
+    """Of the kernels and their launches: what was timed with another one does not hold."""
+    files = [Path(__file__).with_name(f"{name}.py") for name in ("sol_kernels", "sol_means", "sol_triton")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+def far_apart(*tensors: torch.Tensor) -> bool:
+    """Whether the rows of one of [B, T, H, D] are further apart than the kernels can count."""
+    return any(t.shape[1] > 1 and t.stride(1) >= ROW_REACH for t in tensors)
+
+
+def _require(q: Any, k: Any, v: Any, scale: float | None, tau: float, thresh_type: str) -> None:
     require_alike(q, k, v, thresh_type)
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise ValueError(f"q, k, v must be bf16 or fp16 alike, got {[t.dtype for t in (q, k, v)]}")
@@ -134,8 +152,14 @@ def _require(q: Any, k: Any, v: Any, scale: float | None, thresh_type: str) -> N
         raise ValueError(f"head_dim must be 64 or 128, got {q.shape[-1]}")
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         raise ValueError("q, k and v must have a contiguous last dimension")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+    if far_apart(q, k, v):
+        raise ValueError(
+            f"rows must be less than {ROW_REACH} elements apart, got strides {_strides(q, k, v)}"
+        )
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"scale must be finite and above 0, got {scale}")
+    if math.isnan(tau):
+        raise ValueError("tau must be a number, got nan")
 
 
 def _copies_blocks(tensor: torch.Tensor) -> bool:

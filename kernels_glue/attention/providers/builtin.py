@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..sol import HEAD_DIMS, SolOptions, SolResult
 from ..sol_tiles import Tile, TileChooser
-from ..sol_triton import DTYPES, sol_triton
+from ..sol_triton import DTYPES, far_apart, revision, sol_triton
 from .devices import too_old
 from .packages import triton_problem
 from .signature import Argument, accepted, refusal
@@ -30,8 +32,8 @@ class BuiltinSol:
         return too_old(device) or triton_problem(_TRITON_FLOOR)
 
     def unsupported(self, options: SolOptions) -> str:
-        if not options.scale > 0:
-            return f"needs a scale above 0 ({options.scale} asked)"
+        if not 0 < options.scale < math.inf:
+            return f"needs a finite scale above 0 ({options.scale} asked)"
         return refusal(sol_triton, _arguments(options))
 
     def unfit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
@@ -41,13 +43,18 @@ class BuiltinSol:
         import triton
 
         arguments = accepted(sol_triton, _arguments(options))
-        q, k, v = aligned(q), aligned(k), aligned(v)  # else right, but slow
+        q, k, v = map(_near, (q, k, v))
 
         def compute(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile) -> SolResult:
             return sol_triton(q, k, v, tile=tile, **arguments)
 
-        versions = f"{torch.__version__} triton {triton.__version__}"
+        versions = f"{torch.__version__} triton {triton.__version__} kernels {revision()}"
         return compute(q, k, v, self._tiles.choose(q, k, v, compute, versions))
+
+
+def _near(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where the kernels would be slow on it, or could not count its rows."""
+    return tensor.contiguous() if far_apart(tensor) else aligned(tensor)
 
 
 def _arguments(options: SolOptions) -> list[Argument]:

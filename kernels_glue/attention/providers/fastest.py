@@ -10,6 +10,7 @@ import torch
 
 from ..measured import MeasuredChoice, timing_key
 from ..sol import SolOptions, SolResult
+from ..sol_triton import revision
 from ..timings import TimingKey, first_sample
 from .base import Provider
 from .packages import version_of
@@ -68,4 +69,5 @@ def _key(q: torch.Tensor) -> TimingKey:
 @cache
 def _versions() -> str:
     """Of what the kernels come from. Looking it up reads files: too slow for every call."""
-    return f"{torch.__version__} kitchen {version_of('comfy-kitchen')} triton {version_of('triton')}"
+    packages = f"kitchen {version_of('comfy-kitchen')} triton {version_of('triton')}"
+    return f"{torch.__version__} {packages} builtin {revision()}"

@@ -9,7 +9,7 @@ import torch
 from ..sol import BLOCK, SolOptions
 from ..strides import INT32_REACH, on_16_bytes
 
-HEAD_DIMS = (128,)
+_PACKAGES_HEAD_DIMS = (128,)
 
 
 def misfit(
@@ -17,7 +17,7 @@ def misfit(
     k: torch.Tensor,
     v: torch.Tensor,
     dtypes: Collection[torch.dtype],
-    head_dims: Collection[int] = HEAD_DIMS,
+    head_dims: Collection[int] = _PACKAGES_HEAD_DIMS,
 ) -> str:
     """What a Sol kernel cannot take about [B, T, H, D] tensors, as in "head_dim 64, not 128"; or empty.
 
