@@ -85,8 +85,8 @@ def _tile(
 
     # Small products do what is said of all rows: the centroid of the queries, which the routing is about, and
     # what the exponents of centred means lack.
-    # Rows are divided before they are added, because 64 of the largest numbers have no sum; by no constant,
-    # which would take shared memory all along.
+    # Rows are divided before they are added, because 64 of the largest numbers have no sum. What they are
+    # multiplied by goes by the block: a constant would stay in shared memory all along.
     there = (row + tl.arange(0, BLOCK) < tokens)[:, None]
     share = tl.where(there, tl.full([BLOCK, PARTS], 1 / BLOCK, tl.float32), 0.0).to(queries.dtype)
     live = tl.minimum(tokens - row, BLOCK).to(tl.float32)

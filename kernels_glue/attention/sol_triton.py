@@ -15,15 +15,15 @@ from .devices import sm_of
 from .reference import require_alike
 from .sol import BLOCK, HEAD_DIMS, NO_ROWS, SolResult, blocks_of
 from .sol_tiles import Tile, tiles_for
-from .strides import on_16_bytes
+from .strides import INT32_REACH, on_16_bytes
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Room above the largest softmax weight, as a power of two. bf16 has fp32's exponents, so weights can be that
 # much smaller, and sums of 2^16 of its largest numbers still fit; fp16 values are small enough as they are.
 _SHIFT = {torch.bfloat16: 16.0, torch.float16: 0.0}
 
-# Elements from one row to the next, of which the kernels count 64 in 32 bits.
-ROW_REACH = 2**25
+# Elements from one row to the next; the kernels count those of a block in 32 bits.
+_ROW_REACH = INT32_REACH // BLOCK
 
 # For each multiprocessor; registers leave room for no more.
 _PROGRAMS = 2
@@ -141,7 +141,7 @@ def revision() -> str:
 
 def far_apart(*tensors: torch.Tensor) -> bool:
     """Whether the rows of one of [B, T, H, D] are further apart than the kernels can count."""
-    return any(t.shape[1] > 1 and t.stride(1) >= ROW_REACH for t in tensors)
+    return any(t.shape[1] > 1 and t.stride(1) >= _ROW_REACH for t in tensors)
 
 
 def _require(q: Any, k: Any, v: Any, scale: float | None, tau: float, thresh_type: str) -> None:
@@ -154,7 +154,7 @@ def _require(q: Any, k: Any, v: Any, scale: float | None, tau: float, thresh_typ
         raise ValueError("q, k and v must have a contiguous last dimension")
     if far_apart(q, k, v):
         raise ValueError(
-            f"rows must be less than {ROW_REACH} elements apart, got strides {_strides(q, k, v)}"
+            f"rows must be less than {_ROW_REACH} elements apart, got strides {_strides(q, k, v)}"
         )
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale must be finite and above 0, got {scale}")

@@ -12,7 +12,7 @@ from ..sol_triton import DTYPES, far_apart, revision, sol_triton
 from .devices import too_old
 from .packages import triton_problem
 from .signature import Argument, accepted, refusal
-from .tensors import aligned, misfit
+from .tensors import aligned, misfit, packed
 
 # The oldest that compiles the kernels for SM 8.0 to 12.0.
 _TRITON_FLOOR = (3, 4)
@@ -54,7 +54,7 @@ class BuiltinSol:
 
 def _near(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied where the kernels would be slow on it, or could not count its rows."""
-    return tensor.contiguous() if far_apart(tensor) else aligned(tensor)
+    return packed(tensor) if far_apart(tensor) else aligned(tensor)
 
 
 def _arguments(options: SolOptions) -> list[Argument]:
